@@ -1,0 +1,82 @@
+"""`run.* data.* checkpoint.* tracking.* fault_tolerance.*`: where things come from and go to, and what is done when they fail."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from orchestrator.config.schema.base import Count, CountOrZero, Fraction, Positive, PositiveOrZero, Section
+
+
+class RunSection(Section):
+    """Name and place of the run."""
+
+    name: str | None = None
+    """Name of the run and of its folder; null: the experiment's name and a short hash of all that changes what is learned."""
+    directory: str = "runs"
+    """Folder in which each run has a folder of its own name."""
+    experiment: str = "quickstart"
+    """Name of the experiment; set from `+experiment=NAME`."""
+
+
+class DataConfig(Section):
+    """What is learned from."""
+
+    source: Literal["python_stdlib", "text", "synthetic"] = "python_stdlib"
+    """`python_stdlib`: the source of Python's standard library; `text`: files at `path`; `synthetic`: random tokens, for benchmarks."""
+    path: str | None = None
+    """`text`: a file, a folder (every file below it) or a glob, UTF-8 text."""
+    tokenizer: str = "bytes"
+    """`bytes` (UTF-8 bytes and an end-of-text token, 257 ids) or the path of a `tokenizer.json`."""
+    validation_fraction: Fraction = 0.05
+    """Share of the documents kept for validation (0 to 1)."""
+    cache_directory: str | None = None
+    """Folder of the token cache; null: `~/.cache/orchestrator`, or under `XDG_CACHE_HOME`."""
+
+
+class CheckpointConfig(Section):
+    """What is saved and what a run starts from."""
+
+    directory: str | None = None
+    """Folder of the checkpoints; null: `checkpoints/` in the run's folder."""
+    every_steps: CountOrZero = 100
+    """Steps between checkpoints; 0: only by minutes, at a stop and at the end."""
+    every_minutes: Positive | None = None
+    """Minutes between checkpoints, beside `every_steps`; null: not by time."""
+    keep_last: Count = 2
+    """Newest checkpoints that are kept."""
+    asynchronous: bool = True
+    """Whether training goes on while a checkpoint is written."""
+    resume: str = "auto"
+    """`auto`: an unfinished run of this name is continued; `never`: always a new run; or the path of a checkpoint."""
+    init_from: str | None = None
+    """Weights to start from: a checkpoint or a Hugging Face folder; null: random weights."""
+
+
+class TrackingConfig(Section):
+    """The MLflow record."""
+
+    uri: str | None = None
+    """MLflow tracking URI; null: `MLFLOW_TRACKING_URI`, or `sqlite:///mlflow.db` in the current folder."""
+    experiment: str = "orchestrator"
+    """Name of the MLflow experiment."""
+    run_name: str | None = None
+    """Name of the MLflow run; null: the run's name."""
+    tags: dict[str, str] = {}
+    """Tags of the MLflow run."""
+
+
+class FaultToleranceConfig(Section):
+    """What is done when something fails."""
+
+    max_restarts: CountOrZero = 3
+    """Times that a run is restarted after a crash before it is given up."""
+    grace_seconds: Positive = 30.0
+    """Seconds that a stopping run has for its last checkpoint."""
+    step_timeout_seconds: Positive = 600.0
+    """Seconds without progress after which a rank counts as hung."""
+    start_timeout_seconds: Positive = 300.0
+    """Seconds that the ranks have until their first step."""
+    placement_timeout_seconds: PositiveOrZero = 60.0
+    """Seconds to wait for GPUs that are busy now; 0: do not wait."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """What happens when the loss or the gradient is not a number: stop the run, or skip the step."""
