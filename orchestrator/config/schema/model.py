@@ -53,8 +53,8 @@ class ModelConfig(Section):
     """Added to the variance inside the normalisation (RMSNorm and LayerNorm alike; no unit)."""
     tie_word_embeddings: bool = False
     """Whether the output head is the embedding matrix itself."""
-    attention_bias: bool = False
-    """Whether the query, key, value and output projections have biases."""
+    attention_bias: bool | None = None
+    """Whether the query, key, value and output projections have biases; null follows the family (llama no, gpt yes)."""
     attention_output_bias: bool | None = None
     """Whether the attention's output projection has a bias; null follows attention_bias (Qwen2: true and false)."""
     attention_dropout: Fraction = 0.0

@@ -1,0 +1,1 @@
+"""The `gpt` family: GPT-2 and GPT-3."""

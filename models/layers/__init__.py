@@ -1,0 +1,1 @@
+"""Torch layers that more than one family is built from."""

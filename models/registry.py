@@ -1,0 +1,61 @@
+"""The list of model families: one line each.
+
+Owns the way from a family's name to its pure half (imported) and its torch half (a dotted string, so that nothing pure
+ever imports torch; the engine resolves it). Refuses nothing: an unknown name is a KeyError naming the known ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from models.gpt import parameters as gpt_parameters
+from models.gpt import sharding as gpt_sharding
+from models.llama import parameters as llama_parameters
+from models.llama import sharding as llama_sharding
+from models.parameters import ModelSizes, ParameterSpec, ShardingTable, SizeProblem
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One kind of model."""
+
+    name: str
+    parameter_specs: Callable[[ModelSizes], tuple[ParameterSpec, ...]]
+    """Every parameter in forward order."""
+    sharding_table: Callable[[ModelSizes], ShardingTable]
+    """How it may be cut."""
+    size_problems: Callable[[ModelSizes], tuple[SizeProblem, ...]]
+    """Sizes that it cannot build."""
+    module: str
+    """`package.module:Class` of the torch module; called as Class(sizes, layers=…, embedding=…, head=…)."""
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        name="llama",
+        parameter_specs=llama_parameters.parameter_specs,
+        sharding_table=llama_sharding.sharding_table,
+        size_problems=llama_parameters.size_problems,
+        module="models.llama.module:LlamaModel",
+    ),
+    "gpt": Family(
+        name="gpt",
+        parameter_specs=gpt_parameters.parameter_specs,
+        sharding_table=gpt_sharding.sharding_table,
+        size_problems=gpt_parameters.size_problems,
+        module="models.gpt.module:GptModel",
+    ),
+}
+
+
+def family(name: str) -> Family:
+    """The family of that name.
+
+    Raises:
+        KeyError: no such family; the message lists those that exist.
+    """
+    try:
+        return FAMILIES[name]
+    except KeyError:
+        raise KeyError(f"model family {name!r} does not exist; there are {', '.join(sorted(FAMILIES))}") from None

@@ -1,0 +1,64 @@
+"""Front door of the models' pure half: sizes in, parameters, counts and FLOPs out. No torch, no `orchestrator`.
+
+The values are defined in `models/parameters.py`, the families in `models/registry.py`.
+"""
+
+from __future__ import annotations
+
+from models.parameters import (
+    Init,
+    ModelSizes,
+    ParameterSpec,
+    Part,
+    RopeScaling,
+    ShardingTable,
+    SizeProblem,
+    Style,
+    head_features,
+    key_value_heads,
+)
+from models.registry import family
+
+__all__ = [
+    "Init",
+    "ModelSizes",
+    "ParameterSpec",
+    "Part",
+    "RopeScaling",
+    "ShardingTable",
+    "SizeProblem",
+    "Style",
+    "flops_per_token",
+    "head_features",
+    "key_value_heads",
+    "matmul_parameters",
+    "parameter_count",
+    "parameter_specs",
+]
+
+
+def parameter_specs(sizes: ModelSizes) -> tuple[ParameterSpec, ...]:
+    """Every parameter of the model in forward order; a tied head is listed with `tied_to`."""
+    return family(sizes.family).parameter_specs(sizes)
+
+
+def parameter_count(sizes: ModelSizes) -> int:
+    """Parameters of the whole model, tied ones once."""
+    return sum(spec.numel for spec in parameter_specs(sizes) if spec.tied_to is None)
+
+
+def matmul_parameters(sizes: ModelSizes) -> int:
+    """Parameters each token is multiplied with: linear weights and the head (tied or not), not the embedding look-up."""
+    return sum(spec.numel for spec in parameter_specs(sizes) if spec.matmul)
+
+
+def flops_per_token(sizes: ModelSizes, sequence_length: int) -> float:
+    """Floating-point operations of forward and backward for one token of a sequence of that many tokens.
+
+    6 x matmul parameters + 12 x L x h x s (PaLM, Chowdhery et al. 2022, appendix B), with h = heads x head_dim, which
+    is the hidden size except where `head_dim` says otherwise. No recompute; the causal mask is not halved. With a
+    sliding window shorter than the sequence, s is the window: the rest is neither needed nor credited.
+    """
+    width = sizes.num_attention_heads * head_features(sizes)
+    attended = min(sequence_length, sizes.sliding_window or sequence_length)
+    return 6.0 * matmul_parameters(sizes) + 12.0 * sizes.num_hidden_layers * width * attended
