@@ -1,0 +1,120 @@
+"""`SystemProfile`: what a training system keeps, gathers, recomputes and overlaps; the planner computes for one of them.
+
+The product uses only `ours`, which describes what `engine/` does. The others describe published systems, so that the
+planner's arithmetic can be judged against published tables; no option selects them. Each states its source. Bytes are
+per parameter element. Numbers that were fitted to measurements live in `constants.py`, not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Attention = Literal["unfused", "flash"]
+"""`unfused`: scores are kept as a matrix; `flash`: they are never stored (Dao et al. 2022)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Bytes per parameter element of each kind of model state, for one precision."""
+
+    weights: float
+    """Weights in compute precision that are kept between steps; shared from ZeRO stage 3 on."""
+    master: float
+    """Weights that the optimizer updates, where they are not the former; shared from stage 1 on; counted as parameters."""
+    gradients: float
+    """Gradients as they are accumulated; shared from stage 2 on."""
+    moments: float
+    """Optimizer state (Adam: two moments); shared from stage 1 on."""
+    gathered: float
+    """Copies in compute precision made for forward and backward where `weights` is 0, or of shared weights."""
+    raw_gradients: float
+    """Gradients as the backward pass makes them, before they are reduced."""
+
+
+@dataclass(frozen=True, slots=True)
+class SystemProfile:
+    """One training system."""
+
+    name: str
+    states: Mapping[str, StateBytes]
+    """By precision."""
+    attention: Attention
+    master_gathered: bool
+    """Whether the weights that are kept are the master weights, and compute copies are gathered from them (FSDP)."""
+    full_gradients_under_pipeline: bool
+    """Whether gradients stay whole between micro-batches of a pipeline although the stage shares them."""
+    reserve_share: float
+    """Share of all other categories that the allocator needs on top (fragmentation)."""
+    context_bytes: int
+    """CUDA context, NCCL buffers and library workspaces."""
+    calibrated: bool
+    source: str
+
+    def bytes_of(self, precision: str) -> StateBytes:
+        """State bytes of a precision.
+
+        Raises:
+            KeyError: the system has no such precision; the message lists those it has.
+        """
+        try:
+            return self.states[precision]
+        except KeyError:
+            known = ", ".join(self.states)
+            raise KeyError(f"profile {self.name!r} has no precision {precision!r}; it has {known}") from None
+
+
+_GIB = 2**30
+
+_OURS = {
+    "fp32": StateBytes(weights=0, master=4, gradients=4, moments=8, gathered=4, raw_gradients=4),
+    "bf16_mixed": StateBytes(weights=0, master=4, gradients=4, moments=8, gathered=2, raw_gradients=2),
+    "fp16_mixed": StateBytes(weights=0, master=4, gradients=4, moments=8, gathered=2, raw_gradients=2),
+    "bf16_pure": StateBytes(weights=0, master=2, gradients=2, moments=4, gathered=2, raw_gradients=2),
+}
+
+_PAPER_MIXED = StateBytes(weights=2, master=4, gradients=2, moments=8, gathered=2, raw_gradients=2)
+_PAPER = {
+    "bf16_mixed": _PAPER_MIXED,
+    "fp16_mixed": _PAPER_MIXED,
+    "bf16_pure": StateBytes(weights=2, master=0, gradients=2, moments=4, gathered=2, raw_gradients=2),
+    "fp32": StateBytes(weights=4, master=0, gradients=4, moments=8, gathered=4, raw_gradients=4),
+}
+
+PROFILES: Mapping[str, SystemProfile] = {
+    "ours": SystemProfile(
+        name="ours",
+        states=_OURS,
+        attention="flash",
+        master_gathered=True,
+        full_gradients_under_pipeline=False,
+        reserve_share=0.04,
+        context_bytes=1 * _GIB,
+        calibrated=False,
+        source="orchestrator/engine: FSDP2 and replicate over FP32 parameters, fused AdamW, SDPA",
+    ),
+    "zero_paper": SystemProfile(
+        name="zero_paper",
+        states=_PAPER,
+        attention="unfused",
+        master_gathered=False,
+        full_gradients_under_pipeline=False,
+        reserve_share=0.0,
+        context_bytes=0,
+        calibrated=True,
+        source="Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1 and table 1 (2 + 2 + 12 bytes a parameter)",
+    ),
+}
+
+
+def profile_named(name: str) -> SystemProfile:
+    """The profile of that name.
+
+    Raises:
+        KeyError: no such profile; the message lists those that exist.
+    """
+    try:
+        return PROFILES[name]
+    except KeyError:
+        raise KeyError(f"profile {name!r} does not exist; there are {', '.join(PROFILES)}") from None
