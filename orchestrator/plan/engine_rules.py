@@ -1,0 +1,69 @@
+"""What a plan may ask for and today's engine cannot run yet, as a table that shrinks as the engine grows.
+
+`train` refuses with these problems, `plan` shows them as warnings: the arithmetic of such a plan holds all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.config.schema import RunConfig
+from orchestrator.errors import Problem
+from orchestrator.plan.run_plan import RunPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One setting and the values of it that the engine runs."""
+
+    key: str
+    value: Callable[[RunConfig, RunPlan], Any]
+    runs: tuple[Any, ...]
+
+
+LIMITS: tuple[Limit, ...] = (
+    Limit("model.family", lambda config, plan: config.model.family, ("llama",)),
+    Limit("model.attention_dropout", lambda config, plan: config.model.attention_dropout, (0.0,)),
+    Limit("model.resid_pdrop", lambda config, plan: config.model.resid_pdrop, (0.0,)),
+    Limit("parallel.tensor", lambda config, plan: config.parallel.tensor, (1,)),
+    Limit("parallel.pipeline", lambda config, plan: config.parallel.pipeline, (1,)),
+    Limit("parallel.context", lambda config, plan: config.parallel.context, (1,)),
+    Limit("parallel.zero_stage", lambda config, plan: config.parallel.zero_stage, (0,)),
+    Limit("parallel.offload", lambda config, plan: config.parallel.offload, ("none",)),
+    Limit("training.precision", lambda config, plan: config.training.precision, ("fp32", "bf16_mixed")),
+    Limit(
+        "training.activation_checkpointing",
+        lambda config, plan: config.training.activation_checkpointing,
+        ("none",),
+    ),
+    Limit("training.compile", lambda config, plan: config.training.compile, (False,)),
+    Limit("checkpoint.init_from", lambda config, plan: config.checkpoint.init_from, (None,)),
+)
+"""Everything the engine does not run in every form; remove a line when it does."""
+
+
+def _shown(value: Any) -> str:
+    return (
+        {None: "null", True: "true", False: "false"}.get(value, str(value))
+        if value in (None, True, False)
+        else str(value)
+    )
+
+
+def engine_problems(plan: RunPlan) -> tuple[Problem, ...]:
+    """What of this plan the engine cannot run yet; empty when it can run all of it."""
+    problems = []
+    for limit in LIMITS:
+        value = limit.value(plan.config, plan)
+        if value not in limit.runs:
+            allowed = " or ".join(f"{limit.key}={_shown(run)}" for run in limit.runs)
+            problems.append(
+                Problem(
+                    limit.key,
+                    f"{_shown(value)} can be planned, but this version of the engine does not run it yet.",
+                    f"Use {allowed} to train; `plan` and `search` take it as it is.",
+                )
+            )
+    return tuple(problems)

@@ -1,0 +1,72 @@
+"""Whether a plan fits: its bytes against what the GPU and the host hold, with the arithmetic in the message."""
+
+from __future__ import annotations
+
+from orchestrator.config.schema import RunConfig
+from orchestrator.errors import Problem
+from orchestrator.plan.run_plan import MemoryPlan, RankMemory
+from orchestrator.plan.validate.wording import gib
+
+_CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
+
+
+def categories(memory: RankMemory) -> dict[str, int]:
+    """The categories that are known, largest first."""
+    sizes = {name: getattr(memory, f"{name}_bytes") for name in _CATEGORIES}
+    return dict(sorted(((name, size) for name, size in sizes.items() if size), key=lambda item: -item[1]))
+
+
+def over_capacity(memory: MemoryPlan) -> tuple[RankMemory, int] | None:
+    """The fullest pipeline rank and its bytes, when it does not fit; None when every rank does.
+
+    Where a total is not known, model states alone are compared: a plan whose states do not fit certainly does not.
+    """
+    needs = [(rank.total_bytes or rank.persistent_bytes, -rank.pipeline, rank) for rank in memory.pipeline_ranks]
+    need, _, rank = max(needs, key=lambda item: item[:2])
+    return (rank, need) if need > memory.capacity_bytes else None
+
+
+def fit_problems(config: RunConfig, memory: MemoryPlan) -> tuple[Problem, ...]:
+    """At most one problem for the GPU's memory and one for the host's. `config` has a uniform cluster."""
+    problems = []
+    over = over_capacity(memory)
+    if over is not None:
+        rank, need = over
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in categories(rank).items())
+        where = f"Pipeline rank {rank.pipeline}" if len(memory.pipeline_ranks) > 1 else "Each rank"
+        what = "needs" if rank.total_bytes is not None else "needs for model states alone"
+        problems.append(
+            Problem(
+                "cluster.gpu.memory_gib",
+                f"{where} {what} {gib(need)} ({parts}); {config.cluster.gpu.name} holds {gib(memory.capacity_bytes)}.",
+                _remedy(config, rank),
+            )
+        )
+    host = max((rank.host_bytes or 0) for rank in memory.pipeline_ranks) * config.cluster.gpus_per_node
+    limit = config.cluster.host_memory_gib
+    if limit is not None and host > limit * 2**30:
+        problems.append(
+            Problem(
+                "cluster.host_memory_gib",
+                f"parallel.offload={config.parallel.offload} keeps {gib(host)} in the memory of a node "
+                f"({config.cluster.gpus_per_node} GPUs), and the node has {gib(limit * 2**30)}.",
+                "Use parallel.offload=none, more nodes, or a higher parallel.zero_stage over more ranks.",
+            )
+        )
+    return tuple(problems)
+
+
+def _remedy(config: RunConfig, rank: RankMemory) -> str:
+    """Changes that make the largest categories smaller, in the order of their effect."""
+    parallel, training = config.parallel, config.training
+    states = rank.persistent_bytes + (rank.gathered_bytes or 0)
+    activations = (rank.activations_bytes or 0) + (rank.logits_bytes or 0)
+    shard = [f"parallel.zero_stage={stage}" for stage in range(parallel.zero_stage + 1, 4)]
+    smaller = (
+        ["training.micro_batch_size=" + str(training.micro_batch_size // 2)] if training.micro_batch_size > 1 else []
+    )
+    if training.activation_checkpointing != "full":
+        smaller.append("training.activation_checkpointing=full")
+    split = ["more parallel.tensor or parallel.pipeline", "more GPUs"]
+    options = [*shard, *smaller, *split] if states >= activations else [*smaller, *shard, *split]
+    return f"Try {', '.join(options[:-1])} or {options[-1]}; `search` lists the plans that fit."

@@ -1,0 +1,121 @@
+"""`make_plan`: a configuration becomes a decided plan, with everything wrong with it said at once.
+
+Owns the order in which the parts of a plan are computed. Never raises for a user's mistake and never gives a number it
+does not have: what cannot be computed is None, with a warning. The parts are `facts.py` (counting), `validate/` (rules),
+`memory.py` (bytes), `cost.py` (seconds), `layout.py` (ranks); `search.py` calls this module's parts for many plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from models.spec import flops_per_token, parameter_count
+from orchestrator.config.schema import RunConfig
+from orchestrator.errors import Problem
+from orchestrator.plan import batch
+from orchestrator.plan.facts import Facts, derive
+from orchestrator.plan.fit import fit_problems
+from orchestrator.plan.inventory import uniform_cluster
+from orchestrator.plan.layout import place_ranks
+from orchestrator.plan.memory import checkpoint_bytes, rank_memories
+from orchestrator.plan.profiles import profile_named
+from orchestrator.plan.run_plan import MemoryPlan, ModelFacts, ParallelFacts, RunPlan
+from orchestrator.plan.validate import rules, size_rules
+
+_GIB = 2**30
+
+
+def make_plan(config: RunConfig, *, profile: str = "ours") -> RunPlan:
+    """Decide everything about a run that arithmetic can decide.
+
+    `profile` names the system whose bytes and overlaps are computed; the product is `ours`. The plan's `config` is the
+    configuration with every `auto` that a search resolved replaced by its value; planning it again gives the same plan.
+
+    Raises:
+        KeyError: no such profile.
+    """
+    problems = tuple(size_rules.absurd_sizes(config))
+    if problems:
+        return RunPlan(config, None, None, None, problems=problems, warnings=(_NOT_COMPUTED,), profile=profile)
+    facts = derive(config)
+    problems = rules.check(facts)
+    model = _model_facts(config, problems)
+    parallel = None if problems else parallel_facts(facts)
+    plan = RunPlan(
+        config=config,
+        model=model,
+        parallel=parallel,
+        memory=None,
+        problems=problems,
+        warnings=rules.warn(facts),
+        profile=profile,
+    )
+    if parallel is None:
+        return replace(plan, warnings=(*plan.warnings, _NOT_COMPUTED))
+    return _priced(plan, facts, parallel)
+
+
+_NOT_COMPUTED = "Layout, memory, time and cost are not computed while the problems stand."
+
+
+def _model_facts(config: RunConfig, problems: tuple[Problem, ...]) -> ModelFacts | None:
+    """Counts of the model; None when its own sizes are among the problems."""
+    if any(problem.key.startswith("model.") for problem in problems):
+        return None
+    sequence = config.training.sequence_length
+    return ModelFacts(parameter_count(config.model), flops_per_token(config.model, sequence))
+
+
+def parallel_facts(facts: Facts) -> ParallelFacts:
+    """The degrees of a configuration that no rule objects to."""
+    parallel = facts.config.parallel
+    if facts.data is None or facts.micro_batches is None or facts.stage_layers is None or facts.zero_group is None:
+        raise AssertionError("parallel_facts is for configurations without problems")
+    ranks = facts.data * parallel.context
+    return ParallelFacts(
+        data=facts.data,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        context=parallel.context,
+        zero_stage=parallel.zero_stage,
+        zero_group=facts.zero_group,
+        replicate=ranks // facts.zero_group,
+        world_size=facts.data * facts.fixed,
+        schedule=parallel.schedule,
+        virtual_stages=parallel.virtual_stages,
+        micro_batches=facts.micro_batches,
+        stage_layers=facts.stage_layers,
+    )
+
+
+def _priced(plan: RunPlan, facts: Facts, parallel: ParallelFacts) -> RunPlan:
+    """The plan with memory, time, cost and the table of ranks."""
+    config, profile = plan.config, profile_named(plan.profile)
+    nodes = facts.nodes
+    degrees = facts.degrees
+    if nodes is None or degrees is None:
+        raise AssertionError("a plan without problems has nodes and degrees")
+    uniform = config.model_copy(update={"cluster": uniform_cluster(config.cluster, nodes)})
+    ranks = rank_memories(uniform, parallel, profile)
+    totals = [rank.total_bytes for rank in ranks if rank.total_bytes is not None]
+    memory = MemoryPlan(
+        capacity_bytes=int(uniform.cluster.gpu.memory_gib * _GIB),
+        peak_bytes=max(totals) if len(totals) == len(ranks) else None,
+        checkpoint_bytes=checkpoint_bytes(uniform, profile),
+        pipeline_ranks=ranks,
+    )
+    warnings = list(plan.warnings)
+    if memory.peak_bytes is None:
+        warnings.append("Activations, logits and buffers are not computed; the total memory is therefore null.")
+    warnings.append("Time, traffic and cost are not computed.")
+    if not profile.calibrated:
+        warnings.append(f"Profile {profile.name!r} is not yet confirmed by measurements of the engine.")
+    if batch.steps_of(config.training) is None:
+        warnings.append("The run has no length, so days and cost are not computed.")
+    return replace(
+        plan,
+        memory=memory,
+        ranks=place_ranks(degrees, facts.inventory),
+        problems=fit_problems(uniform, memory),
+        warnings=tuple(warnings),
+    )

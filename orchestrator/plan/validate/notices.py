@@ -1,0 +1,78 @@
+"""What works but deserves a word: idle GPUs, padding, settings without effect, known numerical traps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from orchestrator.plan.batch import steps_of
+from orchestrator.plan.facts import Facts
+from orchestrator.plan.inventory import weakest_gpu
+
+
+def idle_gpus(facts: Facts) -> Iterator[str]:
+    """GPUs that the plan does not use but the cluster has."""
+    total = facts.inventory.gpus
+    if total is None or facts.world_size is None or facts.world_size >= total:
+        return
+    yield (
+        f"The plan uses {facts.world_size} of {total} GPUs ({facts.inventory.describe()}); "
+        f"{total - facts.world_size} stay idle."
+    )
+
+
+def padded_vocabulary(facts: Facts) -> Iterator[str]:
+    """Uneven vocabulary shards: legal, padded rows are kept out of the loss."""
+    vocabulary, tensor = facts.config.model.vocab_size, facts.config.parallel.tensor
+    if vocabulary % tensor:
+        padded = -(-vocabulary // tensor) * tensor
+        yield (
+            f"parallel.tensor={tensor} does not divide model.vocab_size={vocabulary}: the vocabulary is cut unevenly, as "
+            f"if padded to {padded}; padded rows never enter the loss."
+        )
+
+
+def sequence_parallel_without_tensor(facts: Facts) -> Iterator[str]:
+    """A setting that has no effect."""
+    if facts.config.parallel.sequence_parallel and facts.config.parallel.tensor == 1:
+        yield "parallel.sequence_parallel=true has no effect with parallel.tensor=1."
+
+
+def unlike_gpus(facts: Facts) -> Iterator[str]:
+    """Every rank waits for the weakest."""
+    names = sorted({kind.gpu.name for kind in facts.inventory.kinds})
+    if len(names) > 1:
+        weakest = weakest_gpu(facts.inventory)
+        yield (
+            f"Unlike GPUs ({', '.join(names)}): every step waits for the slowest and every rank must fit on the smallest, "
+            f"so each counts as the weakest ({weakest.memory_gib:g} GiB)."
+        )
+
+
+def vanishing_updates(facts: Facts) -> Iterator[str]:
+    """BF16 weights have 8 significant bits: an update below 1/256 of a weight is rounded away."""
+    config = facts.config
+    if config.training.precision == "bf16_pure" and config.optimizer.lr < 1e-4:
+        yield (
+            f"training.precision=bf16_pure keeps weights in 8 significant bits; at optimizer.lr={config.optimizer.lr:g} "
+            "most updates are rounded away. bf16_mixed keeps FP32 master weights."
+        )
+
+
+def unreached_schedule(facts: Facts) -> Iterator[str]:
+    """A warm-up or decay that the run does not reach."""
+    schedule, steps = facts.config.optimizer.schedule, steps_of(facts.config.training)
+    if steps is not None and schedule.warmup_steps >= steps:
+        yield (
+            f"optimizer.schedule.warmup_steps={schedule.warmup_steps} is not below the run's {steps} steps: the learning "
+            "rate never reaches optimizer.lr."
+        )
+
+
+NOTICES = (
+    idle_gpus,
+    padded_vocabulary,
+    sequence_parallel_without_tensor,
+    unlike_gpus,
+    vanishing_updates,
+    unreached_schedule,
+)
