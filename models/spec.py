@@ -48,7 +48,7 @@ def parameter_count(sizes: ModelSizes) -> int:
 
 
 def matmul_parameters(sizes: ModelSizes) -> int:
-    """Parameters each token is multiplied with: linear weights and the head (tied or not), not the embedding look-up."""
+    """Parameters each token is multiplied with: linear weights and the head (tied or not), not look-ups."""
     return sum(spec.numel for spec in parameter_specs(sizes) if spec.matmul)
 
 

@@ -66,18 +66,18 @@ def size_problems(sizes: ModelSizes) -> tuple[SizeProblem, ...]:
                 "Leave it null, or use family llama.",
             )
         )
-    for key in ("rope_scaling", "sliding_window"):
-        if getattr(sizes, key) is not None:
-            problems.append(
-                SizeProblem(
-                    key,
-                    f"family gpt has learned positions and full attention; {key} does not exist there.",
-                    "Leave it null, or use family llama.",
-                )
-            )
-    for key in ("attention_bias", "attention_output_bias"):
-        if getattr(sizes, key) is False:
-            problems.append(
-                SizeProblem(key, f"family gpt has biases on every projection; {key}=false.", "Leave it null.")
-            )
+    problems.extend(
+        SizeProblem(
+            key,
+            f"family gpt has learned positions and full attention; {key} does not exist there.",
+            "Leave it null, or use family llama.",
+        )
+        for key in ("rope_scaling", "sliding_window")
+        if getattr(sizes, key) is not None
+    )
+    problems.extend(
+        SizeProblem(key, f"family gpt has biases on every projection; {key}=false asks for none.", "Leave it null.")
+        for key in ("attention_bias", "attention_output_bias")
+        if getattr(sizes, key) is False
+    )
     return tuple(problems)
