@@ -1,0 +1,1 @@
+"""Checkpoints: complete and verifiable, or not there."""

@@ -1,0 +1,1 @@
+"""The record of a run: its folder, its metrics, its summary, MLflow."""

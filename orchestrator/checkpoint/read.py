@@ -1,0 +1,169 @@
+"""Loading a sharded checkpoint under any parallel plan, strictly: names, shapes and types agree or nothing is touched.
+
+State is a dict of tensors, DTensors, plain values and dicts of those, with the same names under every plan; each rank
+asks for its part and reads only the bytes of its shards. `load_newest` falls back over damaged checkpoints and says so.
+Writing is in `write.py`, the folder's rules in `folder.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+
+from orchestrator.checkpoint.folder import BROKEN, Checkpoint, newest_complete, set_aside
+from orchestrator.checkpoint.manifest import faults_of, read_manifest
+from orchestrator.checkpoint.ranks import CheckpointError, Ranks
+from orchestrator.checkpoint.write import without_single_process_warning
+
+_NAMES_SHOWN = 20
+
+
+def load(
+    checkpoint: Checkpoint,
+    state: dict[str, Any],
+    *,
+    optional: tuple[str, ...] = (),
+    verify: bool = True,
+    ranks: Ranks | None = None,
+) -> None:
+    """Read a checkpoint into a state of the same names, under any parallel plan. Collective.
+
+    Tensors are filled in place, plain values replaced. Nothing of the state is changed unless everything agrees.
+
+    Args:
+        checkpoint: from `newest_complete` or `open_checkpoint`.
+        state: what to fill; together the ranks must ask for every name that the checkpoint has.
+        optional: beginnings of flattened names that may be missing on either side ("rng."); what is missing in the
+            checkpoint keeps its value.
+        verify: compare every byte with the manifest first, each rank a share of the files.
+        ranks: the group to use; None means the default one.
+
+    Raises:
+        CheckpointError: on every rank; lists damaged files, missing and extra names, other shapes and types.
+    """
+    ranks = ranks or Ranks.of()
+    if verify:
+        faults = _faults(checkpoint, ranks)
+        if faults:
+            raise CheckpointError(f"{checkpoint.path} is damaged: {'; '.join(faults)}")
+    reader = FileSystemReader(checkpoint.path)
+    flat, _ = flatten_state_dict(state)
+    asked = ranks.together("read the metadata", lambda: _disagreements(flat, reader.read_metadata(), optional))
+    metadata = reader.read_metadata()
+    _raise_if_different(checkpoint, asked, metadata, optional)
+    wanted = {name: value for name, value in flat.items() if name in metadata.state_dict_metadata}
+    try:
+        with without_single_process_warning():
+            load_shards(wanted, storage_reader=reader, process_group=ranks.group, no_dist=ranks.alone)
+    except CheckpointException as error:
+        raise CheckpointError(f"could not read {checkpoint.path} ({error})") from error
+    _put_back(state, flat, wanted)
+
+
+def load_newest(
+    directory: str | os.PathLike[str],
+    state: dict[str, Any],
+    *,
+    optional: tuple[str, ...] = (),
+    ranks: Ranks | None = None,
+) -> tuple[Checkpoint | None, list[str]]:
+    """Load the newest checkpoint whose every byte agrees with its manifest. Collective.
+
+    One that is damaged is renamed out of the way and the one before it is taken.
+
+    Returns:
+        The checkpoint that was loaded (None: there is none, the state is untouched) and one message for each damaged
+        one that was passed over.
+
+    Raises:
+        CheckpointError: a whole checkpoint does not fit the state; an older one would not either.
+    """
+    ranks = ranks or Ranks.of()
+    passed_over: list[str] = []
+    while True:
+        checkpoint = ranks.on_first("look for checkpoints", lambda: newest_complete(directory))
+        if checkpoint is None:
+            return None, passed_over
+        faults = _faults(checkpoint, ranks)
+        if not faults:
+            load(checkpoint, state, optional=optional, verify=False, ranks=ranks)
+            return checkpoint, passed_over
+        passed_over.append(f"Checkpoint {checkpoint.path} is passed over, it is damaged: {'; '.join(faults)}.")
+        ranks.on_first("set the damaged checkpoint aside", partial(set_aside, checkpoint.path, BROKEN))
+
+
+def _faults(checkpoint: Checkpoint, ranks: Ranks) -> list[str]:
+    """Faults of all files, each rank reading its share."""
+
+    def read_share() -> list[str]:
+        manifest = read_manifest(checkpoint.path)
+        share = manifest.files[ranks.rank :: ranks.size]
+        return faults_of(checkpoint.path, manifest, read_bytes=True, records=share)
+
+    return [fault for part in ranks.together("verify the checkpoint", read_share) for fault in part]
+
+
+def _disagreements(flat: dict[str, Any], metadata: Metadata, optional: tuple[str, ...]) -> tuple[set[str], list[str]]:
+    """(names that this rank asks for, shapes and types that differ from the saved ones)."""
+    different = []
+    for name, value in flat.items():
+        saved = metadata.state_dict_metadata.get(name)
+        if saved is None:
+            continue
+        is_tensor = isinstance(value, torch.Tensor)
+        if isinstance(saved, BytesStorageMetadata):
+            if is_tensor:
+                different.append(f"{name} is a tensor here and a plain value there")
+        elif not is_tensor:
+            different.append(f"{name} is a plain value here and a tensor there")
+        elif isinstance(saved, TensorStorageMetadata):
+            if saved.size != value.shape:
+                different.append(f"{name} has shape {tuple(value.shape)} here and {tuple(saved.size)} there")
+            elif saved.properties.dtype != value.dtype:
+                different.append(f"{name} is {value.dtype} here and {saved.properties.dtype} there")
+    return set(flat), different
+
+
+def _raise_if_different(
+    checkpoint: Checkpoint, asked: list[tuple[set[str], list[str]]], metadata: Metadata, optional: tuple[str, ...]
+) -> None:
+    names = {name for part, _ in asked for name in part if not name.startswith(optional or ("\0",))}
+    saved = {name for name in metadata.state_dict_metadata if not name.startswith(optional or ("\0",))}
+    different = sorted({line for _, lines in asked for line in lines})
+    parts = [
+        f"{len(found)} {what}: {_shown(found)}"
+        for what, found in (
+            ("missing in the checkpoint", sorted(names - saved)),
+            ("in the checkpoint but not asked for", sorted(saved - names)),
+            ("different", different),
+        )
+        if found
+    ]
+    if parts:
+        raise CheckpointError(f"{checkpoint.path} does not fit: {'. '.join(parts)}")
+
+
+def _shown(names: list[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _put_back(state: dict[str, Any], flat: dict[str, Any], loaded: dict[str, Any]) -> None:
+    """Plain values cannot be filled in place: write them where they came from in the nested state."""
+    _, paths = flatten_state_dict(state)
+    for name, value in loaded.items():
+        if value is flat[name] or isinstance(value, torch.Tensor):
+            continue
+        target: Any = state
+        *parents, last = paths[name]
+        for key in parents:
+            target = target[key]
+        target[last] = value

@@ -1,0 +1,126 @@
+"""Writing one sharded checkpoint with torch's distributed checkpoint (DCP) and committing it.
+
+Every rank writes its own shards to a temporary name; the files are checksummed, the manifest comes last, and one
+rename gives the checkpoint its name. Nothing else makes a checkpoint, so a kill at any moment leaves the last complete
+one. This blocks; `store.CheckpointWriter` runs it in a thread. Reading is in `read.py`, the folder's rules in `folder.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import uuid
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+from orchestrator.checkpoint.folder import TEMPORARY, Checkpoint, apply_retention, commit, sync_folder
+from orchestrator.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, record_file, step_name
+from orchestrator.checkpoint.ranks import CheckpointError, Ranks
+
+_LOG = logging.getLogger(__name__)
+
+
+def save(
+    directory: str | os.PathLike[str],
+    step: int,
+    state: dict[str, Any],
+    manifest: Manifest,
+    *,
+    keep_last: int | None = None,
+    protected: Iterable[Path] = (),
+    ranks: Ranks | None = None,
+) -> Checkpoint:
+    """Write and commit one checkpoint. Collective: every rank calls it with its own part of the state.
+
+    Args:
+        directory: the folder of the run's checkpoints; made if missing. Shared by all ranks.
+        step: optimizer steps done; names the checkpoint.
+        state: what to save; it must not change until the call returns.
+        manifest: facts from `manifest.describe`; the files are added here.
+        keep_last: after the commit, delete all but this many; None keeps all.
+        protected: checkpoints that are never deleted.
+        ranks: the group to use; None means the default one.
+
+    Raises:
+        CheckpointError: on every rank, if it failed on any. The checkpoints that were there are untouched.
+    """
+    ranks = ranks or Ranks.of()
+    folder = Path(directory)
+    temporary = Path(ranks.on_first("make the folder", lambda: _make_temporary(folder, step)))
+    try:
+        _write_shards(temporary, state, ranks)
+        records = ranks.together("checksum the files", lambda: _own_records(temporary, ranks))
+        files = tuple(sorted((record for part in records for record in part), key=lambda record: record.path))
+        complete = replace(manifest, step=step, files=files)
+        path = ranks.on_first("commit", lambda: _commit(temporary, folder, complete))
+    except BaseException:
+        if ranks.rank == 0 and temporary.exists():
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if keep_last is not None and ranks.rank == 0:
+        try:
+            apply_retention(folder, keep_last=keep_last, committed=path, protected=protected)
+        except OSError as error:
+            _LOG.warning("Old checkpoints in %s could not be deleted (%s).", folder, error)
+    return Checkpoint(path, complete)
+
+
+def _make_temporary(folder: Path, step: int) -> str:
+    # A name of its own for every save: DCP would write over an old one without a word.
+    temporary = folder / f"{TEMPORARY}{step_name(step)}-{uuid.uuid4().hex[:8]}"
+    temporary.mkdir(parents=True)
+    return str(temporary)
+
+
+def _write_shards(temporary: Path, state: dict[str, Any], ranks: Ranks) -> None:
+    writer = FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True, overwrite=False)
+    try:
+        with without_single_process_warning():
+            save_shards(state, storage_writer=writer, process_group=ranks.group, no_dist=ranks.alone)
+    except CheckpointException as error:
+        # DCP has already told every rank about every failure.
+        shown = "; ".join(
+            f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()
+        )
+        raise CheckpointError(f"could not write {temporary.name} ({shown})") from error
+
+
+def _own_records(temporary: Path, ranks: Ranks) -> list[FileRecord]:
+    """Checksums of the files that this rank wrote (`__<rank>_*`); rank 0 also takes the metadata."""
+    names = [path.name for path in temporary.iterdir() if path.name.startswith(f"__{ranks.rank}_")]
+    if ranks.rank == 0:
+        names.append(".metadata")
+    return [record_file(temporary, name) for name in names]
+
+
+def _commit(temporary: Path, folder: Path, manifest: Manifest) -> Path:
+    present = {path.name for path in temporary.iterdir()}
+    recorded = {record.path for record in manifest.files}
+    if present != recorded:
+        # Ranks that do not see one another's files would commit a checkpoint that nobody can load.
+        raise OSError(
+            f"{temporary} holds {sorted(present)}, the ranks wrote {sorted(recorded)}: is it one folder for all nodes?"
+        )
+    with (temporary / MANIFEST_NAME).open("w", encoding="utf-8") as stream:
+        stream.write(manifest.to_json())
+        stream.flush()
+        os.fsync(stream.fileno())
+    sync_folder(temporary)
+    return commit(temporary, folder, manifest.step)
+
+
+@contextmanager
+def without_single_process_warning() -> Iterator[None]:
+    """DCP warns whenever one process saves alone; here that is a plan like any other."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
