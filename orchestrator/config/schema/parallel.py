@@ -6,9 +6,7 @@ from typing import Literal
 
 from orchestrator.config.schema.base import Count, Section, Whole
 
-Schedule = Literal[
-    "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"
-]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"]
 
 
 class ParallelConfig(Section):

@@ -70,5 +70,3 @@ class OptimizerConfig(Section):
     """Momentum of `sgd` (0 to 1)."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Learning rate over the steps."""
-
-
