@@ -1,0 +1,177 @@
+"""What a list of actions costs: how long it takes, how much of it is idle, and how many micro-batches it keeps.
+
+Owns the reading of `schedules.py`'s lists. Times follow from dependencies alone: a stage's forward waits for that of the
+stage before, a backward for that of the stage after, and each rank works through its list in order. Long steps are
+continued from shorter ones, because after the first rounds every schedule repeats itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from orchestrator.plan.schedules import ActionList, action_lists
+from orchestrator.plan.stages import stages_of_rank
+
+_SETTLING_ROUNDS = 4
+"""Rounds of `pipeline` micro-batches after which a schedule repeats itself; a test compares with whole simulations."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActionSeconds:
+    """Time of one micro-batch in each virtual stage; the whole backward takes inputs + weights."""
+
+    forward: tuple[float, ...]
+    backward_inputs: tuple[float, ...]
+    backward_weights: tuple[float, ...]
+    hop: float = 0.0
+    """From one rank's stage to the next stage on another rank, where it is not hidden."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One step of the pipeline."""
+
+    seconds: float
+    """From the first forward to the end of the last action of any rank."""
+    busy_seconds: tuple[float, ...]
+    """Computation of each pipeline rank; the rest of `seconds` is its bubble."""
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle share of the ranks' time, averaged over the ranks (0 to 1)."""
+        return 1.0 - sum(self.busy_seconds) / (len(self.busy_seconds) * self.seconds) if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Micro-batches whose activations one stage keeps at an instant."""
+
+    whole: int
+    """Forward done, backward not begun."""
+    weights_only: int
+    """Input gradients done, weight gradients not: what those need is still kept."""
+
+
+def simulate(lists: Sequence[ActionList], seconds: ActionSeconds) -> Timeline:
+    """Run the lists. O(actions).
+
+    Raises:
+        ValueError: the lists wait for each other for ever (they are then no schedule).
+    """
+    stages = len(seconds.forward)
+    owner = {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
+    forward: list[dict[int, float]] = [{} for _ in range(stages)]
+    backward: list[dict[int, float]] = [{} for _ in range(stages)]
+    clock = [0.0] * len(lists)
+    busy = [0.0] * len(lists)
+    position = [0] * len(lists)
+    backward_seconds = [i + w for i, w in zip(seconds.backward_inputs, seconds.backward_weights, strict=True)]
+    hop_down = [seconds.hop if stage and owner[stage] != owner[stage - 1] else 0.0 for stage in range(stages)]
+    left = sum(len(actions) for actions in lists)
+    while left:
+        before = left
+        for rank, actions in enumerate(lists):
+            at, now, work = position[rank], clock[rank], busy[rank]
+            while at < len(actions):
+                stage, kind, number, _ = actions[at]
+                if kind == "F":
+                    ready = forward[stage - 1].get(number) if stage else 0.0
+                    wait, cost = hop_down[stage], seconds.forward[stage]
+                elif kind == "W":
+                    ready, wait, cost = 0.0, 0.0, seconds.backward_weights[stage]
+                else:
+                    last = stage == stages - 1
+                    ready = forward[stage].get(number) if last else backward[stage + 1].get(number)
+                    wait = 0.0 if last else hop_down[stage + 1]
+                    cost = backward_seconds[stage] if kind == "B" else seconds.backward_inputs[stage]
+                if ready is None:
+                    break
+                now = max(now, ready + wait) + cost
+                work += cost
+                if kind == "F":
+                    forward[stage][number] = now
+                elif kind != "W":
+                    backward[stage][number] = now
+                at += 1
+            left -= at - position[rank]
+            position[rank], clock[rank], busy[rank] = at, now, work
+        if left == before:
+            raise ValueError("the action lists wait for each other for ever")
+    return Timeline(max(clock), tuple(busy))
+
+
+def _shorter(schedule: str, pipeline: int, micro_batches: int, rounds: int) -> int:
+    """At most `rounds` rounds of micro-batches with which the schedule takes the same course."""
+    if schedule.startswith("interleaved"):
+        whole = max(1, micro_batches // pipeline)
+        return micro_batches // whole * min(whole, rounds)
+    return min(micro_batches, pipeline * rounds)
+
+
+@lru_cache(maxsize=16384)
+def pipeline_timeline(
+    schedule: str, pipeline: int, virtual_stages: int, micro_batches: int, seconds: ActionSeconds
+) -> Timeline:
+    """The timeline of a schedule; its cost does not grow with the number of micro-batches.
+
+    Beyond a few rounds it continues with what the last round added (exact once the schedule has settled).
+    """
+    near = _shorter(schedule, pipeline, micro_batches, 2 * _SETTLING_ROUNDS)
+    reached = simulate(action_lists(schedule, pipeline, virtual_stages, near), seconds)
+    if near == micro_batches:
+        return reached
+    less = _shorter(schedule, pipeline, micro_batches, 2 * _SETTLING_ROUNDS - 1)
+    before = simulate(action_lists(schedule, pipeline, virtual_stages, less), seconds)
+    times = (micro_batches - near) / (near - less)
+    return Timeline(
+        reached.seconds + times * (reached.seconds - before.seconds),
+        tuple(
+            now + times * (now - then) for now, then in zip(reached.busy_seconds, before.busy_seconds, strict=True)
+        ),
+    )
+
+
+@lru_cache(maxsize=65536)
+def peak_kept(
+    schedule: str,
+    pipeline: int,
+    virtual_stages: int,
+    micro_batches: int,
+    rank: int,
+    stage_weights: tuple[float, ...],
+    weights_only_share: float = 1.0,
+) -> tuple[Kept, ...]:
+    """What each stage of a rank keeps at the instant at which most is kept, stages ascending.
+
+    `stage_weights` is what one micro-batch keeps in each of the rank's stages (bytes, or layers); a micro-batch that
+    only waits for its weight gradients counts `weights_only_share` of that.
+    """
+    if schedule == "gpipe" or pipeline == 1:
+        # All forwards come first, so all are kept; without a pipeline one micro-batch is done before the next begins.
+        return (Kept(micro_batches if pipeline > 1 else 1, 0),) * virtual_stages
+    count = _shorter(schedule, pipeline, micro_batches, _SETTLING_ROUNDS)
+    stages = stages_of_rank(rank, pipeline, virtual_stages, schedule)
+    index = {stage: place for place, stage in enumerate(stages)}
+    whole, rest = [0] * len(stages), [0] * len(stages)
+    peak, best = -1.0, tuple(Kept(0, 0) for _ in stages)
+    weight = 0.0
+    for stage, kind, _, _ in action_lists(schedule, pipeline, virtual_stages, count)[rank]:
+        place = index[stage]
+        if kind == "F":
+            whole[place] += 1
+            weight += stage_weights[place]
+        elif kind == "B":
+            whole[place] -= 1
+            weight -= stage_weights[place]
+        elif kind == "I":
+            whole[place] -= 1
+            rest[place] += 1
+            weight -= stage_weights[place] * (1 - weights_only_share)
+        else:
+            rest[place] -= 1
+            weight -= stage_weights[place] * weights_only_share
+        if weight > peak * (1 + 1e-12):
+            peak, best = weight, tuple(Kept(w, r) for w, r in zip(whole, rest, strict=True))
+    return best
