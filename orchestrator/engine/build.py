@@ -1,0 +1,68 @@
+"""The ordered set-up of a rank's part of the model: one call a line, each in the only order that works.
+
+The list, in full: meta device, pipeline cut, tensor parallel, activation checkpointing, compile, data parallel,
+allocate, initialise, optimizer, load checkpoint (`state.py`, called by `rank.py`, which knows where from). Nothing here
+validates: what the engine cannot run is refused by `plan/engine_rules.py` before a process starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from torch import nn
+
+from models.registry import family
+from models.spec import parameter_specs
+from orchestrator.engine.data_parallel import apply_replicate
+from orchestrator.engine.initialise import initialise
+from orchestrator.engine.mesh import Mesh
+from orchestrator.engine.optimizer import build_optimizer
+from orchestrator.engine.precision import master_dtype, mixed_precision_policy
+from orchestrator.engine.step import Parts
+from orchestrator.plan.run_plan import RunPlan
+
+BUCKET_BYTES: dict[str, int | None] = {"cpu": None, "cuda": 128 * 2**20}
+"""Gradient bytes (FP32) of one all-reduce, by device; None: the whole model at once. gloo on a CPU cannot overlap with
+compute, so fewer calls win there; on GPUs buckets overlap with the rest of the backward pass."""
+
+
+def build(plan: RunPlan, mesh: Mesh, device: torch.device) -> Parts:
+    """Build this rank's part of the plan's model, wrapped, allocated on `device` and initialised (collective)."""
+    config = plan.config
+    specs = parameter_specs(config.model)
+    policy = mixed_precision_policy(config.training.precision)
+
+    model = stage_on_meta(plan, mesh)
+    apply_replicate(model, mesh, policy, BUCKET_BYTES[device.type])
+    model.to_empty(device=device)
+    model.initialise_buffers()  # type: ignore[operator]
+    parameters = dict(model.named_parameters())
+    initialise(parameters, specs, config.training.seed)
+    optimizer = build_optimizer(config.optimizer, parameters, specs)
+    return Parts(
+        model=model,
+        parameters=parameters,
+        optimizer=optimizer,
+        mesh=mesh,
+        device=device,
+        gradient_clip=config.training.gradient_clip,
+    )
+
+
+def stage_on_meta(plan: RunPlan, mesh: Mesh) -> nn.Module:
+    """The layers of this rank's pipeline stage, without memory behind them."""
+    model, parallel = plan.config.model, plan.parallel
+    assert parallel is not None, "a plan without degrees is not feasible and never reaches a rank"
+    first, end = parallel.stage_layers[mesh.pipeline_rank]
+    module_name, class_name = family(model.family).module.split(":")
+    model_class = getattr(importlib.import_module(module_name), class_name)
+    with torch.device("meta"):
+        stage: nn.Module = model_class(
+            model,
+            layers=range(first, end),
+            embedding=mesh.pipeline_rank == 0,
+            head=mesh.pipeline_rank == mesh.pipeline_ranks - 1,
+            sequence_length=plan.config.training.sequence_length,
+        )
+    return stage.to(master_dtype(plan.config.training.precision))

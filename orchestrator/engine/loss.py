@@ -1,0 +1,30 @@
+"""Next-token loss: a sum over valid tokens in FP32. Who divides it, and by what, is `step.py`'s business.
+
+A mean is never taken here: micro-batches and ranks may hold different numbers of valid tokens, and a mean of means
+weighs them wrongly. A micro-batch without any valid token gives 0 and zero gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+IGNORED = -100
+"""Label of a position that is not learned from."""
+
+
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the cross-entropies (nats) of the positions whose label is not `IGNORED`.
+
+    logits [batch, sequence, vocabulary] of any floating type; labels [batch, sequence] int64; returns an FP32 scalar
+    (FP64 for FP64 logits).
+    """
+    logits = logits.flatten(0, 1)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return functional.cross_entropy(wide, labels.flatten(), reduction="sum", ignore_index=IGNORED)
+
+
+def valid_tokens(labels: Tensor) -> int:
+    """Positions that are learned from (labels on the host)."""
+    return int((labels != IGNORED).sum())

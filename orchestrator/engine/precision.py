@@ -1,0 +1,31 @@
+"""What each `training.precision` means in tensors: types of master weights, of compute, of gradient reduction.
+
+Refuses a precision that this engine does not run yet with the list of those it does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from orchestrator.config.schema import Precision
+
+MASTER: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16_mixed": torch.float32}
+"""Type in which weights are kept and updated, by precision."""
+
+
+def master_dtype(precision: Precision) -> torch.dtype:
+    """Type in which weights, and with them gradients and optimizer state, are kept. Raises ValueError if not
+    supported."""
+    if precision not in MASTER:
+        raise ValueError(f"training.precision={precision} is not one that the engine runs: {', '.join(MASTER)}")
+    return MASTER[precision]
+
+
+def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
+    """What data parallelism casts: BF16 copies of FP32 weights for compute, FP32 gradient sums. Raises as
+    `master_dtype`."""
+    master_dtype(precision)
+    if precision == "bf16_mixed":
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return MixedPrecisionPolicy()

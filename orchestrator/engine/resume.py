@@ -1,0 +1,92 @@
+"""Where a run goes on from: the newest complete checkpoint of its own, or the one it was told, or nothing.
+
+Every rank takes the decision of rank 0, because they may see a shared folder at different times. Refuses a checkpoint
+of other data. The record is rewound to the resumed step, so that each step stays one line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.checkpoint.folder import Checkpoint, open_checkpoint
+from orchestrator.checkpoint.manifest import problems_of_resuming
+from orchestrator.checkpoint.ranks import Ranks
+from orchestrator.checkpoint.store import load, load_newest
+from orchestrator.engine.state import state_of
+from orchestrator.engine.step import Parts
+from orchestrator.errors import Problem, RunError
+from orchestrator.plan.rank_task import RankLink, RankTask
+from orchestrator.tracking.metrics_log import MetricsLog, read_records
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a run goes on from."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    tokens: int = 0
+    checkpoint: Checkpoint | None = None
+    """None: from the initial weights."""
+    loss: float | None = None
+    """Training loss of that step, from the record; only rank 0 knows it."""
+    validation_loss: float | None = None
+    """Last validation loss up to that step, from the record; only rank 0 knows it."""
+
+
+def checkpoint_directory(task: RankTask) -> Path:
+    """Folder of the run's checkpoints."""
+    asked = task.plan.config.checkpoint.directory
+    return Path(task.run_directory) / "checkpoints" if asked is None else Path(asked)
+
+
+def resume(task: RankTask, link: RankLink, parts: Parts, data_fingerprint: str, log: MetricsLog | None) -> Resumed:
+    """Load what the run goes on from into `parts` and rewind the record (collective).
+
+    The run's own newest complete checkpoint comes first; a path in `checkpoint.resume` only says where a run begins
+    that has none yet. `checkpoint.resume=never` counts for the first attempt only: a restart always goes on.
+
+    Raises RunError if the checkpoint was trained on other data or `checkpoint.resume` names none.
+    """
+    asked = task.plan.config.checkpoint.resume
+    found: Checkpoint | None = None
+    if task.attempt > 1 or asked != "never":
+        found, passed_over = load_newest(checkpoint_directory(task), state_of(parts))
+        if passed_over and task.rank == 0:
+            link.report({"kind": "warning", "rank": 0, "message": "\n".join(passed_over)})
+    if found is None and asked not in ("auto", "never"):
+        found = _open(asked)
+        load(found, state_of(parts))
+    if found is not None and (problems := problems_of_resuming(found.manifest, data_fingerprint=data_fingerprint)):
+        raise RunError(problems)
+    resumed = Resumed() if found is None else Resumed(found.step, found.manifest.tokens, found)
+    if log is None:
+        return resumed
+    log.rewind(resumed.step)
+    link.report({"kind": "resumed", "step": resumed.step, "checkpoint": found and str(found.path)})
+    return _with_record(resumed, log)
+
+
+def _open(path: str) -> Checkpoint:
+    try:
+        return Ranks.of().on_first(f"open checkpoint.resume={path}", lambda: open_checkpoint(path))
+    except RuntimeError as error:
+        raise RunError(
+            Problem("checkpoint.resume", str(error), "Give the path of a complete checkpoint, `auto` or `never`.")
+        ) from error
+
+
+def _with_record(resumed: Resumed, log: MetricsLog) -> Resumed:
+    """Losses that the record knows, so that a run with no step left to do can still say how it ended."""
+    loss = validation_loss = None
+    for record in read_records(log.path):
+        loss = record["loss"]
+        validation_loss = record.get("validation_loss", validation_loss)
+    return Resumed(
+        resumed.step,
+        resumed.tokens,
+        resumed.checkpoint,
+        None if loss is None else float(loss),
+        None if validation_loss is None else float(validation_loss),
+    )

@@ -1,0 +1,47 @@
+"""What of a run is saved: tensors of model and optimizer by logical name, and nothing that the configuration already
+says.
+
+Hyperparameters, schedule and data order are functions of configuration and step, so a checkpoint holds none of them and
+a changed learning rate takes effect on resuming. The names are the same under every plan. Writing and reading files is
+`checkpoint/store.py`'s business.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orchestrator.engine.step import Parts
+
+
+def state_of(parts: Parts) -> dict[str, Any]:
+    """All tensors to save, sharing memory with the live ones: {"model": {name: …}, "optimizer": {name.key: …}}.
+
+    Optimizer state that no step has made yet is made here as it stands before the first step (zeros).
+    """
+    _complete_optimizer_state(parts)
+    model: dict[str, Tensor] = {name: parameter.detach() for name, parameter in parts.parameters.items()}
+    optimizer: dict[str, Tensor] = {}
+    for name, parameter in parts.parameters.items():
+        for key, value in parts.optimizer.state[parameter].items():
+            optimizer[f"{name}.{key}"] = value
+    return {"model": model, "optimizer": optimizer}
+
+
+@torch.no_grad()
+def _complete_optimizer_state(parts: Parts) -> None:
+    """Give every parameter the state that its optimizer would make at its first step."""
+    optimizer = parts.optimizer
+    for parameter in parts.parameters.values():
+        state = optimizer.state[parameter]
+        if state:
+            continue
+        if isinstance(optimizer, torch.optim.AdamW):
+            # The fused kernel counts steps in FP32 on the parameter's device.
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parts.device)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        elif isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["momentum"]:
+            state["momentum_buffer"] = torch.zeros_like(parameter)

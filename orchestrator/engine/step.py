@@ -1,0 +1,99 @@
+"""One optimizer step: batches in, numbers out. No file, no clock, no policy about when to save or log.
+
+The loss of a step is the sum over valid tokens divided by the valid tokens of the whole global batch, so micro-batch
+size, accumulation and the number of ranks change nothing that is learned. Next: `data_parallel.py` (when gradients are
+summed), `gradients.py` (norm and clipping).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from orchestrator.engine import data_parallel, gradients
+from orchestrator.engine.loss import summed_loss
+from orchestrator.engine.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a step computes with; built once by `build.py`."""
+
+    model: nn.Module
+    """This rank's part of the model, wrapped."""
+    parameters: dict[str, nn.Parameter]
+    """Logical name to parameter, this rank's part of the model."""
+    optimizer: torch.optim.Optimizer
+    mesh: Mesh
+    device: torch.device
+    gradient_clip: float | None
+    """Largest norm of the whole gradient; None: not clipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one forward pass reads, on the device."""
+
+    inputs: Tensor
+    """Token ids [micro_batch, sequence]."""
+    labels: Tensor
+    """Next-token ids [micro_batch, sequence]; `loss.IGNORED` where nothing is learned."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step came to; the same numbers on every rank."""
+
+    loss: float
+    """Mean loss over all valid tokens of the global batch, in nats."""
+    gradient_norm: float
+    """Euclidean norm of the whole model's gradient before clipping."""
+    applied: bool
+    """Whether the weights were updated: not when the loss or the gradient is not finite."""
+
+
+def train_step(parts: Parts, batches: Sequence[MicroBatch], tokens: int) -> StepResult:
+    """Forward, backward and update over this rank's micro-batches (collective).
+
+    `tokens` are the valid tokens of the whole global batch, all ranks and micro-batches; none at all gives loss 0 and a
+    zero gradient. A loss or gradient that is not finite leaves weights and optimizer untouched, on all ranks alike.
+    """
+    # One multiplication in FP32; the divisor is exact there up to 2**24 tokens and right to the last digit beyond.
+    share = 1.0 / max(tokens, 1)
+    total = torch.zeros((), dtype=torch.float32, device=parts.device)
+    for index, batch in enumerate(batches):
+        data_parallel.begin_micro_batch(parts.model, last=index == len(batches) - 1)
+        loss = summed_loss(parts.model(batch.inputs), batch.labels) * share
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    found = gradients.local_gradients(parts.parameters.values())
+    loss_value, norm = _whole(parts.mesh, total, gradients.squared_norm(found))
+    applied = math.isfinite(loss_value) and math.isfinite(norm)
+    if applied:
+        if parts.gradient_clip is not None and norm > parts.gradient_clip:
+            gradients.scale(found, parts.gradient_clip / norm)
+        parts.optimizer.step()
+    parts.optimizer.zero_grad(set_to_none=True)
+    return StepResult(loss=loss_value, gradient_norm=norm, applied=applied)
+
+
+def _whole(mesh: Mesh, loss: Tensor, squared: Tensor) -> tuple[float, float]:
+    """Loss and gradient norm of the whole model and batch: one all-reduce, and the one wait for the device of a step.
+
+    Each sample's loss and each logical parameter is counted once: only one rank of those that hold the same
+    contributes.
+    """
+    values = torch.stack((loss.double(), squared.to(loss.device)))
+    if not mesh.speaks_for_samples:
+        values[0] = 0.0
+    if mesh.gradient_rank != 0:
+        values[1] = 0.0
+    if mesh.whole.size() > 1:
+        dist.all_reduce(values)
+    loss_value, squared_value = values.tolist()
+    return loss_value, math.sqrt(squared_value) if squared_value >= 0 else math.nan

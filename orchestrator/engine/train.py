@@ -1,0 +1,232 @@
+"""The training loop of one rank: one visible loop, with saving, validating and recording as named calls in it.
+
+Everything it needs is passed in (`Run`); every rank runs the same loop and takes the same decisions, because each one
+hangs on numbers that all ranks have agreed on (`agreement.py`) or on the step. Next: `step.py` (what a step computes),
+`rank.py` (who calls this).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from orchestrator.checkpoint.manifest import describe
+from orchestrator.checkpoint.store import CheckpointWriter
+from orchestrator.data.dataset import TokenDataset
+from orchestrator.engine.agreement import Agreement, agree
+from orchestrator.engine.compute import peak_memory_bytes, seed_step
+from orchestrator.engine.evaluate import Evaluation, evaluate
+from orchestrator.engine.feed import Feed
+from orchestrator.engine.optimizer import set_learning_rate
+from orchestrator.engine.resume import Resumed
+from orchestrator.engine.schedule import learning_rate
+from orchestrator.engine.state import state_of
+from orchestrator.engine.step import Parts, StepResult, train_step
+from orchestrator.errors import Problem, RunError
+from orchestrator.plan.rank_task import RankLink, RankTask
+from orchestrator.tracking.metrics_log import MetricsLog
+from orchestrator.tracking.rates import model_flops_utilization
+
+
+class NotFiniteError(RunError, FloatingPointError):
+    """Loss or gradient is not a number or infinite, and `fault_tolerance.on_nan` says to stop."""
+
+
+@dataclass
+class Progress:
+    """How far the run has come; changes with every step."""
+
+    step: int
+    """Optimizer steps done."""
+    tokens: int
+    """Valid tokens trained on, all ranks."""
+    loss: float | None = None
+    """Of the last step."""
+    validation_loss: float | None = None
+    """Of the last validation."""
+    saved_step: int | None = None
+    checkpoint: str | None = None
+    """Path of the newest checkpoint."""
+    first_step_ended: float | None = None
+    """`time.time()` at the end of this process's first step."""
+    timed_tokens: int = 0
+    """Tokens of the steps after the first (which pays for warm-up)."""
+    timed_seconds: float = 0.0
+    last_save: float = field(default_factory=time.monotonic)
+    """`time.monotonic()` of the last save."""
+
+    @staticmethod
+    def after(resumed: Resumed) -> Progress:
+        """Progress of a run that goes on from there."""
+        return Progress(
+            step=resumed.step,
+            tokens=resumed.tokens,
+            loss=resumed.loss,
+            validation_loss=resumed.validation_loss,
+            saved_step=None if resumed.checkpoint is None else resumed.step,
+            checkpoint=None if resumed.checkpoint is None else str(resumed.checkpoint.path),
+        )
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over all steps of this process but its first; None before the second."""
+        return self.timed_tokens / self.timed_seconds if self.timed_seconds > 0 else None
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a rank trains with."""
+
+    task: RankTask
+    link: RankLink
+    parts: Parts
+    feed: Feed
+    validation: TokenDataset | None
+    """None: there is nothing to validate on."""
+    writer: CheckpointWriter
+    log: MetricsLog | None
+    """Only rank 0 has one."""
+    steps: int
+    """Optimizer steps of the whole run."""
+
+    def mfu(self, tokens_per_second: float | None) -> float | None:
+        """Model FLOP/s over the peak of all ranks' devices (0 to 1); None where either is not known."""
+        return model_flops_utilization(self.task.plan, tokens_per_second)
+
+
+def train(run: Run, progress: Progress) -> Literal["finished", "stopped"]:
+    """Train from `progress.step` to the last step, or to the first step boundary at which any rank was asked to stop.
+
+    Raises NotFiniteError on every rank alike when a step is not finite and the configuration says to stop.
+    """
+    config, parts, link = run.task.plan.config, run.parts, run.link
+    while progress.step < run.steps:
+        step = progress.step + 1
+        started = time.perf_counter()
+        link.beat("stepping", step)
+        fed = run.feed.step(step)
+        agreed = agree(parts.mesh, fed.ids, fed.tokens, stop=link.stop_requested(), save=_save_is_due(run, progress))
+        if agreed.stop:
+            _save(run, progress)
+            return "stopped"
+        seed_step(config, parts.mesh, step)
+        rate = learning_rate(config.optimizer, step, run.steps)
+        set_learning_rate(parts.optimizer, rate)
+        result = train_step(parts, fed.batches, agreed.tokens)
+        seconds = time.perf_counter() - started
+        _advance(progress, step, agreed.tokens, result, seconds)
+        if not result.applied and config.fault_tolerance.on_nan == "stop":
+            raise NotFiniteError(_not_finite(progress, result))
+        every = config.training.validate_every_steps
+        evaluation = _validate(run, progress) if (every and step % every == 0) or step == run.steps else None
+        _record(run, agreed, result, rate, seconds, step, evaluation)
+        every = config.checkpoint.every_steps
+        if agreed.save or (every and step % every == 0) or step == run.steps:
+            _save(run, progress)
+        note_checkpoints(run, progress)
+    return "finished"
+
+
+def _advance(progress: Progress, step: int, tokens: int, result: StepResult, seconds: float) -> None:
+    progress.step = step
+    progress.tokens += tokens
+    progress.loss = result.loss
+    if progress.first_step_ended is None:
+        progress.first_step_ended = time.time()
+    else:
+        progress.timed_tokens += tokens
+        progress.timed_seconds += seconds
+
+
+def _validate(run: Run, progress: Progress) -> Evaluation | None:
+    if run.validation is None:
+        return None
+    training = run.task.plan.config.training
+    run.link.beat("validating", progress.step)
+    found = evaluate(run.parts, run.validation, training.validation_sequences, training.micro_batch_size)
+    progress.validation_loss = found.loss
+    if run.task.rank == 0:
+        run.link.report({"kind": "validation", "step": progress.step, "validation_loss": found.loss})
+    return found
+
+
+def _record(
+    run: Run,
+    agreed: Agreement,
+    result: StepResult,
+    rate: float,
+    seconds: float,
+    step: int,
+    evaluation: Evaluation | None,
+) -> None:
+    """One line of `metrics.jsonl`, and the same to the driver: rank 0 alone."""
+    if run.log is None:
+        return
+    rate_of_tokens = agreed.tokens / seconds
+    record: dict[str, Any] = {
+        "step": step,
+        "attempt": run.task.attempt,
+        "loss": result.loss,
+        "learning_rate": rate,
+        "gradient_norm": result.gradient_norm,
+        "tokens": agreed.tokens,
+        "step_seconds": seconds,
+        "tokens_per_second": rate_of_tokens,
+        "mfu": run.mfu(rate_of_tokens),
+        "memory_bytes": peak_memory_bytes(run.parts.device),
+        "samples": agreed.samples,
+        "tokens_per_data_rank": agreed.tokens_per_data_rank,
+        "time": time.time(),
+    }
+    if not result.applied:
+        record["skipped"] = True
+    if evaluation is not None:
+        record["validation_loss"] = evaluation.loss
+        record["validation_nats_per_byte"] = evaluation.nats_per_byte
+    run.log.append(record)
+    run.link.report({"kind": "step", **record})
+
+
+def _save_is_due(run: Run, progress: Progress) -> bool:
+    """Whether the clock asks for a checkpoint; rank 0's clock alone counts, the others follow the agreement."""
+    minutes = run.task.plan.config.checkpoint.every_minutes
+    return run.task.rank == 0 and minutes is not None and time.monotonic() - progress.last_save >= 60 * minutes
+
+
+def _save(run: Run, progress: Progress) -> None:
+    """Write a checkpoint of the steps done (collective), unless there is one already."""
+    if progress.saved_step == progress.step or progress.step == 0:
+        return
+    run.link.beat("saving", progress.step)
+    manifest = describe(
+        run.task.plan,
+        step=progress.step,
+        tokens=progress.tokens,
+        data_fingerprint=run.feed.dataset.fingerprint,
+        data_position={"step": progress.step, "seed": run.feed.order.seed, "samples": run.feed.order.samples},
+    )
+    run.writer.save(progress.step, state_of(run.parts), manifest)
+    progress.saved_step = progress.step
+    progress.last_save = time.monotonic()
+
+
+def note_checkpoints(run: Run, progress: Progress) -> None:
+    """Take note of saves that have ended meanwhile; rank 0 tells the driver."""
+    for outcome in run.writer.take_outcomes():
+        if outcome.path is not None:
+            progress.checkpoint = str(outcome.path)
+        if run.task.rank == 0:
+            path = None if outcome.path is None else str(outcome.path)
+            run.link.report({"kind": "checkpoint", "step": outcome.step, "path": path, "error": outcome.error})
+
+
+def _not_finite(progress: Progress, result: StepResult) -> Problem:
+    saved = f"the checkpoint of step {progress.saved_step}" if progress.saved_step else "no checkpoint"
+    return Problem(
+        "fault_tolerance.on_nan",
+        f"Step {progress.step} gave loss {result.loss} and gradient norm {result.gradient_norm}: the update was not "
+        f"applied, and fault_tolerance.on_nan=stop ends the run ({saved} remains).",
+        "Lower optimizer.lr or lengthen optimizer.schedule.warmup_steps, set training.gradient_clip, or use "
+        "fault_tolerance.on_nan=skip to leave such steps out.",
+    )
