@@ -2,7 +2,7 @@
 
 Every rank writes its own shards to a temporary name; the files are checksummed, the manifest comes last, and one
 rename gives the checkpoint its name. Nothing else makes a checkpoint, so a kill at any moment leaves the last complete
-one. This blocks; `store.CheckpointWriter` runs it in a thread. Reading is in `read.py`, the folder's rules in `folder.py`.
+one. This blocks; `store.CheckpointWriter` runs it in a thread. Reading: `read.py`; the folder's rules: `folder.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,108 @@
+"""Which run is which: what changes what is learned, the name that follows, what may change on the way. Pure.
+
+Speed and memory never enter a name: parallel degrees, micro-batch, recompute, compile, cluster, saving and tracking can
+all change between two commands and it is still the same run. `run_directory.py` looks at the disk with these rules.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrator.config.schema import RunConfig
+from orchestrator.errors import Problem
+
+_HASH_CHARACTERS = 8
+
+_NOT_LEARNED = {
+    "training": (
+        "micro_batch_size",
+        "activation_checkpointing",
+        "compile",
+        "deterministic",
+        "validate_every_steps",
+        "validation_sequences",
+    ),
+    "data": ("cache_directory",),
+}
+"""Keys of learned sections that change speed, memory or what is looked at, never what is learned."""
+
+_SAME_NAME = ("model.", "data.source", "data.path", "data.tokenizer", "data.validation_fraction")
+"""A run's name stands for one model and one data set, whether a run of it has finished or not."""
+
+_SAME_RUN = (*_SAME_NAME, "training.seed", "training.sequence_length", "optimizer.name")
+"""What an unfinished run also cannot go on without: its position in the data or its saved moments lose their meaning."""
+
+
+def learned_part(config: RunConfig) -> dict[str, Any]:
+    """Everything of a configuration that changes what is learned, as plain values."""
+    values = config.to_dict()
+    part = {section: dict(values[section]) for section in ("model", "training", "optimizer", "data")}
+    for section, keys in _NOT_LEARNED.items():
+        for key in keys:
+            del part[section][key]
+    start = {"init_from": values["checkpoint"]["init_from"]}
+    if starts_elsewhere(values):
+        start["resume"] = values["checkpoint"]["resume"]
+    part["start"] = start
+    return part
+
+
+def default_name(config: RunConfig) -> str:
+    """The experiment's name and a short hash of all that changes what is learned."""
+    text = json.dumps(learned_part(config), sort_keys=True, separators=(",", ":"))
+    return f"{config.run.experiment}-{hashlib.sha256(text.encode()).hexdigest()[:_HASH_CHARACTERS]}"
+
+
+def starts_elsewhere(values: Mapping[str, Any]) -> bool:
+    """Whether a configuration (as plain values) names a checkpoint to start from."""
+    return values.get("checkpoint", {}).get("resume", "auto") not in ("auto", "never")
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys; lists stay values. Empty mappings stay as they are."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{dotted}."))
+        else:
+            flat[dotted] = value
+    return flat
+
+
+def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (value before, value now) of everything that differs; a missing key counts as None."""
+    old, new = flatten(before), flatten(now)
+    keys = sorted(old.keys() | new.keys())
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
+
+
+def problems_of_name(
+    name: str, before: Mapping[str, Any], now: Mapping[str, Any], *, continues: bool
+) -> tuple[Problem, ...]:
+    """Why a run's name cannot be used for this configuration: one problem for each key that makes it another run.
+
+    Args:
+        name: the run's name.
+        before: configuration that the run of that name was started with, as plain values.
+        now: the configuration asked for.
+        continues: whether that run is unfinished and would be continued.
+    """
+    fixed = _SAME_RUN if continues else _SAME_NAME
+    return tuple(
+        Problem(
+            key,
+            f"Run {name!r} was started with {key}={_shown(old)}, now {_shown(new)} is asked for: that would be another "
+            "run under the same name.",
+            f"Give another run.name, or set {key}={_shown(old)}.",
+        )
+        for key, (old, new) in changes_between(before, now).items()
+        if key.startswith(fixed)
+    )
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else json.dumps(value) if isinstance(value, bool | list | dict) else str(value)
