@@ -1,7 +1,8 @@
-"""What follows from a configuration before it is judged: counts, degrees, micro-batches; None where they do not come out.
+"""What follows from a configuration before it is judged: counts, degrees, micro-batches; None where they do not come
+out.
 
-`validate/` reads a `Facts` and says what is wrong with it; `make.py` builds the plan from the same values when nothing is.
-Nothing is refused and nothing is rounded here.
+`validate/` reads a `Facts` and says what is wrong with it; `make.py` builds the plan from the same values when
+nothing is. Nothing is refused and nothing is rounded here.
 """
 
 from __future__ import annotations

@@ -8,11 +8,13 @@ from orchestrator.plan.run_plan import MemoryPlan, RankMemory
 from orchestrator.plan.validate.wording import gib
 
 _CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
+_KEPT = ("parameters", "gradients", "optimizer")
 
 
 def categories(memory: RankMemory) -> dict[str, int]:
-    """The categories that are known, largest first."""
-    sizes = {name: getattr(memory, f"{name}_bytes") for name in _CATEGORIES}
+    """The categories of the total, largest first; those kept between steps where the total is not known."""
+    names = _CATEGORIES if memory.total_bytes is not None else _KEPT
+    sizes = {name: getattr(memory, f"{name}_bytes") for name in names}
     return dict(sorted(((name, size) for name, size in sizes.items() if size), key=lambda item: -item[1]))
 
 
@@ -34,7 +36,7 @@ def fit_problems(config: RunConfig, memory: MemoryPlan) -> tuple[Problem, ...]:
         rank, need = over
         parts = ", ".join(f"{name} {gib(size)}" for name, size in categories(rank).items())
         where = f"Pipeline rank {rank.pipeline}" if len(memory.pipeline_ranks) > 1 else "Each rank"
-        what = "needs" if rank.total_bytes is not None else "needs for model states alone"
+        what = "needs" if rank.total_bytes is not None else "needs, for model states alone,"
         problems.append(
             Problem(
                 "cluster.gpu.memory_gib",

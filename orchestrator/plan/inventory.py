@@ -138,7 +138,8 @@ def weakest_gpu(inventory: Inventory) -> GpuConfig:
 
 
 def uniform_cluster(cluster: ClusterConfig, nodes: int) -> ClusterConfig:
-    """`cluster` as `nodes` like nodes that each offer what the weakest kind offers; what memory and cost compute with."""
+    """`cluster` as `nodes` like nodes that each offer what the weakest kind offers; what memory and cost
+    compute with."""
     inventory = take_inventory(cluster)
     kinds = inventory.kinds
     cores = _least(kind.cores_per_node for kind in kinds)

@@ -1,8 +1,9 @@
 """Degrees, the order of the mesh, and which rank sits where.
 
-Owns the arithmetic between a rank, its coordinates and its GPU. The mesh order is fixed, outermost to innermost: pipeline,
-data, context, tensor, so that neighbours in a tensor group are neighbours on a node. Refuses nothing: `validate/` has
-judged the degrees before they come here. `placement/` matches this table with the nodes that really came.
+Owns the arithmetic between a rank, its coordinates and its GPU. The mesh order is fixed, outermost to innermost:
+pipeline, data, context, tensor, so that neighbours in a tensor group are neighbours on a node. Refuses nothing:
+`validate/` has judged the degrees before they come here. `placement/` matches this table with the nodes that really
+came.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """`make_plan`: a configuration becomes a decided plan, with everything wrong with it said at once.
 
 Owns the order in which the parts of a plan are computed. Never raises for a user's mistake and never gives a number it
-does not have: what cannot be computed is None, with a warning. The parts are `facts.py` (counting), `validate/` (rules),
-`memory.py` (bytes), `cost.py` (seconds), `layout.py` (ranks); `search.py` calls this module's parts for many plans.
+does not have: what cannot be computed is None, with a warning. The parts are `facts.py` (counting), `validate/`
+(rules), `memory.py` (bytes), `cost.py` (seconds), `layout.py` (ranks); `search.py` calls this module's parts for many
+plans.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The pipeline cut: which layers each virtual stage holds, and which stages each pipeline rank holds.
 
-Owns the balance by cost (embedding and head counted) and the override by list. Layers always add up: every function here
-either returns a cut of all layers or None. Which rank holds which stage follows from the schedule's shape.
+Owns the balance by cost (embedding and head counted) and the override by list. Layers always add up: every function
+here either returns a cut of all layers or None. Which rank holds which stage follows from the schedule's shape.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _EMBEDDING_BYTES_PER_WEIGHT = 16
 """Memory traffic a micro-batch causes on each weight of the embedding: its dense FP32 gradient is cleared, added into
 and read again (4 passes x 4 bytes); the lookup itself is negligible."""
 _FLOPS_PER_BYTE = 100
-"""Matrix-product FLOP that a GPU does in the time of one byte of memory traffic: A100 312e12 x 0.6 / 2.0e12, H100 989e12 x
-0.5 / 3.35e12; rounded. Only the relative weight of the embedding depends on it."""
+"""Matrix-product FLOP that a GPU does in the time of one byte of memory traffic: A100 312e12 x 0.6 / 2.0e12, H100
+989e12 x 0.5 / 3.35e12; rounded. Only the relative weight of the embedding depends on it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What a list of actions costs: how long it takes, how much of it is idle, and how many micro-batches it keeps.
 
-Owns the reading of `schedules.py`'s lists. Times follow from dependencies alone: a stage's forward waits for that of the
-stage before, a backward for that of the stage after, and each rank works through its list in order. Long steps are
+Owns the reading of `schedules.py`'s lists. Times follow from dependencies alone: a stage's forward waits for that of
+the stage before, a backward for that of the stage after, and each rank works through its list in order. Long steps are
 continued from shorter ones, because after the first rounds every schedule repeats itself.
 """
 
@@ -116,7 +116,8 @@ def pipeline_timeline(
 ) -> Timeline:
     """The timeline of a schedule; its cost does not grow with the number of micro-batches.
 
-    Beyond a few rounds it continues with what the last round added (exact once the schedule has settled).
+    Beyond a few rounds it continues with what the last round added: exact with like stages and for GPipe, 1F1B and the
+    interleaved schedules; V-shaped schedules over unlike stages settle late and may be off by about 1 %.
     """
     near = _shorter(schedule, pipeline, micro_batches, 2 * _SETTLING_ROUNDS)
     reached = simulate(action_lists(schedule, pipeline, virtual_stages, near), seconds)
@@ -127,9 +128,7 @@ def pipeline_timeline(
     times = (micro_batches - near) / (near - less)
     return Timeline(
         reached.seconds + times * (reached.seconds - before.seconds),
-        tuple(
-            now + times * (now - then) for now, then in zip(reached.busy_seconds, before.busy_seconds, strict=True)
-        ),
+        tuple(now + times * (now - then) for now, then in zip(reached.busy_seconds, before.busy_seconds, strict=True)),
     )
 
 

@@ -97,7 +97,9 @@ def test_interleaved_lists_equal_torch(name: str, pipeline: int) -> None:
 @pytest.mark.parametrize("pipeline", range(2, 9))
 @pytest.mark.parametrize("name", ["zbv_zero_bubble", "dualpipev"])
 def test_v_shaped_lists_equal_torch(name: str, pipeline: int) -> None:
-    cls = {"zbv_zero_bubble": torch_schedules.ScheduleZBVZeroBubble, "dualpipev": torch_schedules.ScheduleDualPipeV}[name]
+    cls = {"zbv_zero_bubble": torch_schedules.ScheduleZBVZeroBubble, "dualpipev": torch_schedules.ScheduleDualPipeV}[
+        name
+    ]
     fewest = 1 if name == "zbv_zero_bubble" else 2 * pipeline
     for micro_batches in range(fewest, 4 * pipeline + 2):
         assert _ours(name, pipeline, 2, micro_batches) == _interleaving(cls, pipeline, 2, micro_batches)

@@ -28,7 +28,8 @@ def batch_divides(facts: Facts) -> Iterator[Problem]:
         fixes.append(f"parallel.data={one_of(nearest(data, fits))}")
     yield Problem(
         "training.global_batch_size",
-        f"{whole} sequences are not a whole number of rounds of micro_batch_size {micro} x data {data} = {micro * data}.",
+        f"{whole} sequences are not a whole number of rounds of micro_batch_size {micro} x data "
+        f"{data} = {micro * data}.",
         f"Use {', or '.join(fixes)}.",
     )
 
@@ -46,7 +47,8 @@ def length_is_given_once(facts: Facts) -> Iterator[Problem]:
         per_step = training.global_batch_size * training.sequence_length
         yield Problem(
             "training.steps",
-            f"steps={training.steps} ({training.steps * per_step:,} tokens) and tokens={training.tokens:,} both say how "
+            f"steps={training.steps} ({training.steps * per_step:,} tokens) and "
+            f"tokens={training.tokens:,} both say how "
             "long the run is.",
             "Set one of them and the other to null.",
         )

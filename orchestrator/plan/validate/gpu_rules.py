@@ -28,7 +28,8 @@ def gpu_has_the_precision(facts: Facts) -> Iterator[Problem]:
 
 
 def fp16_needs_a_gpu(facts: Facts) -> Iterator[Problem]:
-    """FP16 exists for tensor cores; a CPU computes it slowly or not at all, and BF16 or FP32 is always the better choice."""
+    """FP16 exists for tensor cores; a CPU computes it slowly or not at all, and BF16 or FP32 is always the
+    better choice."""
     config = facts.config
     if config.cluster.device == "cpu" and config.training.precision == "fp16_mixed":
         yield Problem(

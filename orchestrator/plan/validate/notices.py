@@ -26,7 +26,8 @@ def padded_vocabulary(facts: Facts) -> Iterator[str]:
     if vocabulary % tensor:
         padded = -(-vocabulary // tensor) * tensor
         yield (
-            f"parallel.tensor={tensor} does not divide model.vocab_size={vocabulary}: the vocabulary is cut unevenly, as "
+            f"parallel.tensor={tensor} does not divide model.vocab_size={vocabulary}: the vocabulary "
+            "is cut unevenly, as "
             f"if padded to {padded}; padded rows never enter the loss."
         )
 
@@ -43,7 +44,8 @@ def unlike_gpus(facts: Facts) -> Iterator[str]:
     if len(names) > 1:
         weakest = weakest_gpu(facts.inventory)
         yield (
-            f"Unlike GPUs ({', '.join(names)}): every step waits for the slowest and every rank must fit on the smallest, "
+            f"Unlike GPUs ({', '.join(names)}): every step waits for the slowest and every rank must "
+            "fit on the smallest, "
             f"so each counts as the weakest ({weakest.memory_gib:g} GiB)."
         )
 
@@ -53,7 +55,8 @@ def vanishing_updates(facts: Facts) -> Iterator[str]:
     config = facts.config
     if config.training.precision == "bf16_pure" and config.optimizer.lr < 1e-4:
         yield (
-            f"training.precision=bf16_pure keeps weights in 8 significant bits; at optimizer.lr={config.optimizer.lr:g} "
+            "training.precision=bf16_pure keeps weights in 8 significant bits; at "
+            f"optimizer.lr={config.optimizer.lr:g} "
             "most updates are rounded away. bf16_mixed keeps FP32 master weights."
         )
 
@@ -63,7 +66,8 @@ def unreached_schedule(facts: Facts) -> Iterator[str]:
     schedule, steps = facts.config.optimizer.schedule, steps_of(facts.config.training)
     if steps is not None and schedule.warmup_steps >= steps:
         yield (
-            f"optimizer.schedule.warmup_steps={schedule.warmup_steps} is not below the run's {steps} steps: the learning "
+            f"optimizer.schedule.warmup_steps={schedule.warmup_steps} is not below the run's {steps} "
+            "steps: the learning "
             "rate never reaches optimizer.lr."
         )
 

@@ -27,7 +27,8 @@ def stages_fit_the_layers(facts: Facts) -> Iterator[Problem]:
         fixes.append(f"parallel.virtual_stages={layers // parallel.pipeline} or less")
     yield Problem(
         key,
-        f"pipeline {parallel.pipeline}{per_rank} = {facts.stages} stages, but the model has {layers} layers and each stage "
+        f"pipeline {parallel.pipeline}{per_rank} = {facts.stages} stages, but the model has {layers} "
+        "layers and each stage "
         "holds at least one.",
         f"Use {' or '.join(fixes) or f'at most {layers} stages'}.",
     )
@@ -110,7 +111,8 @@ def micro_batches_suit_the_schedule(facts: Facts) -> Iterator[Problem]:
     batches = [number * data * training.micro_batch_size for number in valid]
     yield Problem(
         "training.global_batch_size",
-        f"parallel.schedule={schedule} needs {need} micro-batches, but global_batch_size {training.global_batch_size} / "
+        f"parallel.schedule={schedule} needs {need} micro-batches, but global_batch_size "
+        f"{training.global_batch_size} / "
         f"(micro_batch_size {training.micro_batch_size} x data {data}) = {count}.",
         f"Use training.global_batch_size={one_of(batches)} ({one_of(valid)} micro-batches), a smaller micro-batch, or "
         "parallel.schedule=gpipe, which takes any number.",

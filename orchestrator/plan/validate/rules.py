@@ -1,7 +1,7 @@
 """The list of all rules, and the two functions that run them.
 
-`check(facts)` gives every problem, `warn(facts)` everything that works but deserves a word. To add a rule, write it in the
-module of its subject and name it here.
+`check(facts)` gives every problem, `warn(facts)` everything that works but deserves a word. To add a rule, write it
+in the module of its subject and name it here.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
 from orchestrator.errors import Problem
 from orchestrator.plan.batch import divisors, nearest, nearest_multiples
@@ -12,15 +13,22 @@ from orchestrator.plan.validate.size_rules import LARGEST_WORLD
 from orchestrator.plan.validate.wording import one_of
 
 
+def _tensor_degrees(facts: Facts) -> list[int]:
+    """Tensor degrees that divide everything that is cut and fit into a node."""
+    model = facts.config.model
+    heads, groups = model.num_attention_heads, model.num_key_value_heads
+    cut = gcd(heads, groups or heads, model.intermediate_size)
+    return [degree for degree in divisors(cut) if degree <= facts.inventory.largest_node]
+
+
 def _tensor_divides(facts: Facts, count: int, key: str, what: str, why: str = "") -> Iterator[Problem]:
     tensor = facts.config.parallel.tensor
     if count % tensor == 0:
         return
-    allowed = [degree for degree in divisors(count) if degree <= facts.inventory.largest_node]
     yield Problem(
         "parallel.tensor",
         f"{tensor} does not divide {key}={count}: {what}.{why}",
-        f"Use parallel.tensor={one_of(allowed)}.",
+        f"Use parallel.tensor={one_of(_tensor_degrees(facts))}.",
     )
 
 
@@ -55,23 +63,23 @@ def tensor_fits_a_node(facts: Facts) -> Iterator[Problem]:
     tensor, largest = facts.config.parallel.tensor, facts.inventory.largest_node
     if tensor <= largest:
         return
-    heads = facts.config.model.num_attention_heads
-    allowed = [degree for degree in divisors(heads) if degree <= largest]
     yield Problem(
         "parallel.tensor",
         f"A tensor-parallel group of {tensor} does not fit into a node of {largest} GPUs; it never crosses nodes.",
-        f"Use parallel.tensor={one_of(allowed)} and split the rest with parallel.pipeline or parallel.data.",
+        f"Use parallel.tensor={one_of(_tensor_degrees(facts))} and split the rest with parallel.pipeline or parallel.data.",
     )
 
 
 def context_divides_sequence(facts: Facts) -> Iterator[Problem]:
-    """Context ranks take one early and one late piece each, so that causal attention is balanced: 2 x context pieces."""
+    """Context ranks take one early and one late piece each, so that causal attention is balanced: 2 x context
+    pieces."""
     parallel, sequence = facts.config.parallel, facts.config.training.sequence_length
     pieces = 2 * parallel.context if parallel.context > 1 else 1
     if sequence % pieces:
         yield Problem(
             "parallel.context",
-            f"training.sequence_length={sequence} is not divisible by 2 x parallel.context = {pieces}; each context rank "
+            f"training.sequence_length={sequence} is not divisible by 2 x parallel.context = "
+            f"{pieces}; each context rank "
             "takes an early and a late piece of the sequence.",
             f"Use training.sequence_length={one_of(nearest_multiples(sequence, pieces))}, or another parallel.context.",
         )
@@ -132,7 +140,8 @@ def auto_data_comes_out_whole(facts: Facts) -> Iterator[Problem]:
     copies = facts.gpus // facts.fixed
     yield Problem(
         "parallel.data",
-        f"auto takes all {facts.gpus} GPUs, but tensor x pipeline x context = {parallel.tensor} x {parallel.pipeline} x "
+        f"auto takes all {facts.gpus} GPUs, but tensor x pipeline x context = {parallel.tensor} x "
+        f"{parallel.pipeline} x "
         f"{parallel.context} = {facts.fixed} does not divide them.",
         f"Use parallel.data={copies} to leave {facts.gpus - copies * facts.fixed} GPUs idle, or degrees whose product "
         f"divides {facts.gpus}.",
@@ -144,7 +153,8 @@ def world_is_listable(facts: Facts) -> Iterator[Problem]:
     if facts.world_size is not None and facts.world_size > LARGEST_WORLD:
         yield Problem(
             "parallel.data",
-            f"The degrees make {facts.world_size:,} ranks ({_product(facts, facts.data)}); at most {LARGEST_WORLD:,} are "
+            f"The degrees make {facts.world_size:,} ranks ({_product(facts, facts.data)}); at most "
+            f"{LARGEST_WORLD:,} are "
             "planned for.",
             "Check the degrees for a slip.",
         )
