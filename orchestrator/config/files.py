@@ -7,6 +7,7 @@ command line whose values a body would silently replace. Reads files; composing 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,21 +55,22 @@ class Sources:
     """The files that were composed, and which of them says what."""
 
     def __init__(self, choices: Mapping[str, str], config_directory: Path | None) -> None:
-        self.values: dict[Path, dict[str, Any]] = {}
-        """Of each file the dotted keys that it sets, in the order of composition."""
         self.group_of: dict[Path, str] = {}
+        """The group of each file, in the order of composition."""
         for group, option in choices.items():
             file = locate.option_file(group, option, config_directory) if group in locate.GROUPS else None
-            if file is None:
-                continue
+            if file is not None:
+                self.group_of[file] = group
+
+    @cached_property
+    def values(self) -> dict[Path, dict[str, Any]]:
+        """Of each file the dotted keys that it sets. Read when first needed: most configurations are right."""
+        found = {}
+        for file, group in self.group_of.items():
             body = read_body(file)
             if isinstance(body, dict):
-                self.values[file] = dict(flatten(body, locate.PACKAGES[group]))
-                self.group_of[file] = group
-        root = locate.shipped_directory() / "config.yaml"
-        body = read_body(root)
-        if isinstance(body, dict):
-            self.values[root] = dict(flatten(body))
+                found[file] = dict(flatten(body, locate.PACKAGES[group]))
+        return found
 
     def file_that_sets(self, key: str) -> Path | None:
         """The file whose value of a dotted key (or of a key below it) counts: the last that sets it."""

@@ -1,0 +1,121 @@
+"""What was typed, taken apart: the command, the flags, the overrides. Pure; `main.py` acts on it.
+
+Everything that is no flag and comes after the command is an override in Hydra's grammar and is left for
+`config/compose.py` to judge. Problems are collected, so that they can be shown together with those of the configuration.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from orchestrator.config.schema import RunConfig
+from orchestrator.config.suggest import did_you_mean, nearest
+from orchestrator.errors import ConfigError, Problem
+
+DEFAULT_COMMAND = "train"
+
+FLAGS = ("--help", "--version", "--json", "--multirun", "--cfg", "--config-dir")
+_SHORT = {"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-cd": "--config-dir", "-V": "--version"}
+_BARE_WORD = re.compile(r"[A-Za-z][\w-]*")
+
+
+@dataclass(slots=True)
+class Invocation:
+    """One command line."""
+
+    command: str = DEFAULT_COMMAND
+    command_was_given: bool = False
+    overrides: list[str] = field(default_factory=list)
+    help: bool = False
+    help_topic: str | None = None
+    version: bool = False
+    json: bool = False
+    multirun: bool = False
+    show_config: bool = False
+    config_directory: str | None = None
+    problems: list[Problem] = field(default_factory=list)
+
+    def load(self, overrides: Sequence[str] | None = None) -> RunConfig:
+        """The configuration that was asked for. Raises ConfigError with its problems and those of the command line."""
+        from orchestrator.config.compose import load_config
+
+        try:
+            config = load_config(
+                self.overrides if overrides is None else overrides, config_directory=self.config_directory
+            )
+        except ConfigError as error:
+            raise ConfigError([*self.problems, *error.problems]) from None
+        if self.problems:
+            raise ConfigError(self.problems)
+        return config
+
+    def words(self, command: str) -> str:
+        """The command line that does `command` for the same configuration."""
+        import shlex
+
+        place = ["--config-dir", self.config_directory] if self.config_directory is not None else []
+        return " ".join(["python -m orchestrator", command, *(shlex.quote(word) for word in [*self.overrides, *place])])
+
+
+def parse(words: Sequence[str]) -> Invocation:
+    """Take a command line (without the program's name) apart. Never raises."""
+    made = Invocation()
+    rest = list(words)
+    seen_first = False
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("-") and word != "-":
+            _take_flag(made, word, rest)
+        elif not seen_first and _BARE_WORD.fullmatch(word):
+            made.command, made.command_was_given, seen_first = word, True, True
+        else:
+            made.overrides.append(word)
+            seen_first = True
+    return made
+
+
+def _take_flag(made: Invocation, word: str, rest: list[str]) -> None:
+    name, equals, value = word.partition("=")
+    flag = _SHORT.get(name, name)
+    attached = value if equals else None
+    if flag == "--help":
+        made.help = True
+        made.help_topic = attached or _optional(rest)
+    elif flag == "--version":
+        made.version = True
+    elif flag == "--json":
+        made.json = True
+    elif flag == "--multirun":
+        made.multirun = True
+    elif flag == "--cfg":
+        made.show_config = True
+        asked = attached if equals else _value(rest)
+        if asked != "job":
+            made.problems.append(
+                Problem(
+                    "--cfg", f"`--cfg {asked or ''}` is not offered: only the job is configured.", "Write --cfg job."
+                )
+            )
+    elif flag == "--config-dir":
+        made.config_directory = attached if equals else _value(rest)
+        if not made.config_directory:
+            made.config_directory = None
+            made.problems.append(Problem("--config-dir", "No folder was given.", "Write --config-dir FOLDER."))
+    else:
+        hint = did_you_mean(nearest(name, FLAGS))
+        made.problems.append(
+            Problem(name, f"There is no flag `{word}`.", f"{hint} The flags are {', '.join(FLAGS)}.".strip())
+        )
+
+
+def _optional(rest: list[str]) -> str | None:
+    """The next word, when it can be a topic of help."""
+    if rest and not rest[0].startswith(("-", "~")):
+        return rest.pop(0)
+    return None
+
+
+def _value(rest: list[str]) -> str | None:
+    return rest.pop(0) if rest and not rest[0].startswith("-") else None

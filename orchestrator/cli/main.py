@@ -1,0 +1,102 @@
+"""The command line: takes it apart, hands it to one command, turns every error into a readable list and an exit code.
+
+Exit codes: 0 done, 2 the configuration or the plan is refused, 3 the run failed, 4 stopped by a signal. Results go to
+stdout, problems to stderr. A command is a file of this folder, named in `commands.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from orchestrator import __version__
+from orchestrator.cli import commands
+from orchestrator.cli.invocation import Invocation, parse
+from orchestrator.cli.show import print_problems
+from orchestrator.config import locate
+from orchestrator.config.suggest import did_you_mean, nearest
+from orchestrator.errors import ConfigError, OrchestratorError, Problem
+
+FAILED, STOPPED = 3, 4
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code. Never raises for a user's mistake or an interrupt."""
+    try:
+        code = _dispatch(parse(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except OrchestratorError as error:
+        opening = "" if error.exit_code == ConfigError.exit_code else "The run failed."
+        print_problems(error.problems, opening)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("\nStopped before anything was started; the same command starts it again.", file=sys.stderr)
+        return STOPPED
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough. Python would complain again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(invocation: Invocation) -> int:
+    if invocation.version:
+        print(f"orchestrator {__version__}")
+        return 0
+    if invocation.command == "help" and invocation.command_was_given:
+        invocation.help = True
+        invocation.command_was_given = False
+        invocation.help_topic = invocation.help_topic or next(iter(invocation.overrides), None)
+    elif invocation.command not in commands.offered():
+        raise ConfigError([_unknown_command(invocation), *invocation.problems])
+    if invocation.help:
+        return _help(invocation)
+    module = commands.command(invocation.command)
+    for flag, is_given in (("--json", invocation.json), ("--multirun", invocation.multirun)):
+        if is_given and flag not in module.FLAGS:
+            knows = ", ".join(name for name in commands.offered() if flag in commands.command(name).FLAGS)
+            problem = Problem(flag, f"`{invocation.command}` does not know {flag}.", f"It belongs to: {knows}.")
+            invocation.problems.append(problem)
+    if invocation.show_config:
+        return _show_config(invocation)
+    return module.run(invocation)
+
+
+def _show_config(invocation: Invocation) -> int:
+    from omegaconf import OmegaConf
+
+    print(OmegaConf.to_yaml(OmegaConf.create(invocation.load().to_dict())), end="")
+    return 0
+
+
+def _help(invocation: Invocation) -> int:
+    from orchestrator.cli.help import command_help, top_help
+    from orchestrator.config.reference import explain
+
+    directory = Path(invocation.config_directory) if invocation.config_directory else None
+    topic = invocation.help_topic
+    if topic is None and invocation.command_was_given:
+        print(command_help(invocation.command))
+    elif topic is None:
+        print(top_help(directory))
+    elif topic in commands.offered():
+        print(command_help(topic))
+    else:
+        print(explain(topic, directory))
+    return 0
+
+
+def _unknown_command(invocation: Invocation) -> Problem:
+    word = invocation.command
+    experiments = locate.options("experiment")
+    close = nearest(word, commands.offered())
+    experiment = nearest(word, experiments)
+    if word in experiments or (experiment and not close):
+        hint = f"For the experiment write `+experiment={word if word in experiments else experiment[0]}`."
+    else:
+        hint = did_you_mean(close)
+    return Problem(
+        "", f"There is no command `{word}`.", f"{hint} The commands are {', '.join(commands.offered())}.".strip()
+    )
