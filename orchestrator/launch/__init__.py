@@ -1,0 +1,1 @@
+"""Runs on Ray: the only room that imports it."""

@@ -1,0 +1,89 @@
+"""The driver's side of the lines to the supervisors: one queue of everything that happens, and `send`.
+
+Threads accept and read; the run's loop alone takes from the queue, so that nothing else here needs a lock. Signals and
+the end of Ray's attempt are put into the same queue, which a signal handler may do (`SimpleQueue.put` is re-entrant).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import threading
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Listener
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """Something that the run's loop must look at."""
+
+    source: Literal["supervisor", "gone", "signal", "attempt"]
+    """`supervisor`: a message; `gone`: a supervisor's line broke; `signal`: one came; `attempt`: Ray Train's fit
+    ended."""
+    line: int
+    """Number of the supervisor's line; -1 for the other sources."""
+    body: Any
+
+
+class Channel:
+    """Listens for supervisors; bound to one address of this machine and closed to whoever lacks the key."""
+
+    def __init__(self, host: str) -> None:
+        self.key = secrets.token_bytes(32)
+        self._listener = Listener((host, 0), backlog=1024, authkey=self.key)
+        self.address: tuple[str, int] = (host, self._listener.address[1])
+        self._queue: queue.SimpleQueue[Happening] = queue.SimpleQueue()
+        self._lines: dict[int, Connection] = {}
+        self._closed = False
+        threading.Thread(target=self._accept, name="channel-accept", daemon=True).start()
+
+    def put(self, source: Literal["signal", "attempt"], body: Any) -> None:
+        """Add something that did not come from a supervisor."""
+        self._queue.put(Happening(source, -1, body))
+
+    def next(self, timeout_seconds: float) -> Happening | None:
+        """What happened next; None when nothing did in time."""
+        try:
+            return self._queue.get(timeout=timeout_seconds)
+        except queue.Empty:
+            return None
+
+    def send(self, line: int, message: dict[str, Any]) -> None:
+        """To one supervisor. One that is gone is reported by its reader, not here."""
+        with contextlib.suppress(OSError, KeyError):
+            self._lines[line].send(message)
+
+    def close(self) -> None:
+        """End all lines; supervisors that still live end their ranks."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._listener.close()
+        for connection in list(self._lines.values()):
+            with contextlib.suppress(OSError):
+                connection.close()
+
+    def _accept(self) -> None:
+        number = 0
+        while not self._closed:
+            try:
+                connection = self._listener.accept()
+            except Exception:
+                # A stranger without the key, or a supervisor that died while it greeted; neither concerns the others.
+                if self._closed:
+                    return
+                continue
+            self._lines[number] = connection
+            name = f"channel-{number}"
+            threading.Thread(target=self._read, args=(number, connection), name=name, daemon=True).start()
+            number += 1
+
+    def _read(self, number: int, connection: Connection) -> None:
+        try:
+            while True:
+                self._queue.put(Happening("supervisor", number, connection.recv()))
+        except (OSError, EOFError, TypeError):
+            # TypeError: closed by `close` while it was being read
+            self._lines.pop(number, None)
+            self._queue.put(Happening("gone", number, None))

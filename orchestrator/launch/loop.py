@@ -1,0 +1,351 @@
+"""The driver's loop: attempts on Ray Train, generations of ranks inside them, decisions between.
+
+An *attempt on Ray* (`fit`) holds the node shares; a *generation* is one life of the ranks on them, and counts as an
+attempt of the run. `policy.decide` says what follows a failure; this file carries it out. Everything that happens
+comes out of one queue (`channel.py`), so there is one thread to think about.
+
+    placing -> supervisors start -> ranks run -> done
+       ^                              |  failure: kill, wait until clear
+       +---------- Retry -------------+---- RestartRanks: ranks run again
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any, Literal
+
+from orchestrator.errors import PlacementError, Problem
+from orchestrator.launch.channel import Channel, Happening
+from orchestrator.launch.generation import Generation, Limits
+from orchestrator.launch.policy import Failure, FailureKind, PolicyState, RestartRanks, Retry, Stop, decide
+from orchestrator.launch.ray_attempt import RayAttempt
+from orchestrator.launch.report import describe, first_cause
+from orchestrator.launch.request import Attempt, LaunchOutcome, LaunchRequest
+from orchestrator.launch.timings import Timings
+from orchestrator.launch.waiting import PlacementWait
+from orchestrator.placement.assign import verify_placement
+from orchestrator.placement.topology import PlacedRank
+
+Observe = Callable[[dict[str, Any]], None]
+Status = Literal["finished", "stopped", "failed"]
+
+_TICK_SECONDS = 0.2
+"""How often deadlines are looked at while nothing happens."""
+_CLEAR_SECONDS = 10.0
+"""Time that killed ranks have to be gone; a process that outlives SIGKILL hangs in the kernel."""
+_EXIT_SECONDS = 5.0
+"""Time that ranks have to end after they have said that they are done."""
+
+
+class RunLoop:
+    """Brings one run to its end. Used once."""
+
+    def __init__(
+        self,
+        request: LaunchRequest,
+        ray: Any,
+        channel: Channel,
+        observe: Observe,
+        timings: Timings,
+        warm_sockets: dict[str, str],
+    ) -> None:
+        tolerance = request.plan.config.fault_tolerance
+        self._request = request
+        self._ray = ray
+        self._channel = channel
+        self._observe = observe
+        self._timings = timings
+        self._warm_sockets = warm_sockets
+        self._limits = Limits(tolerance.start_timeout_seconds, tolerance.step_timeout_seconds)
+        self._tolerance = tolerance
+        self._policy = PolicyState(tolerance.max_restarts)
+        self._wait: PlacementWait | None = PlacementWait(request.plan, tolerance.placement_timeout_seconds)
+        self._ray_attempts = 0
+        self._held: RayAttempt | None = None
+        self._held_since = 0.0
+        self._generation: Generation | None = None
+        self._attempts: list[Attempt] = []
+        self._placed: tuple[PlacedRank, ...] = ()
+        self._problems: list[Problem] = []
+        self._traceback = ""
+        self._last_checkpoint: int | None = None
+        self._failed_at: float | None = None
+        self._pending: RestartRanks | Retry | Stop | None = None
+        self._deadline: float | None = None
+        """Of what is being waited for: ranks being killed, exiting, or saving."""
+        self._stop_signals = 0
+        self._status: Status | None = None
+
+    def run(self) -> LaunchOutcome:
+        """Until the run has finished, stopped or failed. Raises `PlacementError` when nothing could be started."""
+        self._look_at_the_clock(time.time())
+        while self._status is None:
+            happening = self._channel.next(_TICK_SECONDS)
+            if happening is not None:
+                self._take(happening)
+            if self._status is None:
+                self._look_at_the_clock(time.time())
+        if self._held is not None:
+            self._held.end()
+        done = self._generation.done if self._generation else {}
+        return LaunchOutcome(
+            status=self._status,
+            attempts=tuple(self._attempts),
+            rank_results={rank: event.get("result") or {} for rank, event in sorted(done.items())},
+            problems=tuple(self._problems),
+            placement=self._placed,
+            timings=self._timings.splits(),
+            traceback=self._traceback,
+        )
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def _take(self, happening: Happening) -> None:
+        if happening.source == "signal":
+            self._asked_to_stop(happening.body, time.time())
+        elif happening.source == "attempt":
+            number, error = happening.body
+            if number == self._ray_attempts and self._held is not None:
+                self._share_failed("attempt_failed", f"Ray Train ended the attempt: {_first_line(error)}")
+        elif happening.source == "gone":
+            if self._held is not None and self._held.owns(happening.line):
+                self._share_failed("share_lost", "a supervisor, or the node under it, is gone")
+        else:
+            self._hear(happening.line, happening.body)
+
+    def _hear(self, line: int, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "hello":
+            if self._held is not None and self._held.greeted(line, message):
+                self._timings.mark("workers", time.time())
+                self._start_ranks()
+            return
+        if kind == "warm":
+            self._timings.mark("warm-up", time.time())
+            self._observe({**message, "kind": "warm"})
+            return
+        generation = self._generation
+        if generation is None or message.get("generation") != generation.number:
+            return
+        if kind == "event":
+            self._hear_rank(line, generation, message["rank"], message["event"])
+        elif kind == "exited":
+            generation.note_exit(message["rank"], message["code"], message["time"], message["phase"], message["step"])
+        elif kind == "beats":
+            generation.note_beats(message["beats"], time.time())
+        elif kind == "cleared" and self._pending and self._held and self._held.cleared(line):
+            self._carry_out()
+
+    def _hear_rank(self, line: int, generation: Generation, rank: int, event: dict[str, Any]) -> None:
+        assert self._held is not None
+        kind = event["kind"]
+        if kind == "rendezvous":
+            self._held.spread_rendezvous(generation.number, line, event["port"])
+            return
+        if kind == "ready":
+            event["report"] = self._held.report_of(line, rank, event)
+        generation.note_event(rank, event)
+        self._timings.note(generation.number, rank, event)
+        if kind == "ready":
+            if len(generation.ready) == len(generation.placed):
+                self._verify(generation)
+        elif kind == "checkpoint" and not event.get("error"):
+            self._last_checkpoint = event["step"]
+        elif kind == "step" and generation.failed_before and event["step"] == generation.first_step:
+            seconds = event["time"] - generation.failed_before
+            self._observe({"kind": "recovered", "seconds": seconds, "attempt": generation.number})
+        if kind not in ("done", "error", "phase", "ready"):
+            self._observe({**event, "rank": rank, "attempt": generation.number})
+        if generation.all_done and self._deadline is None:
+            self._deadline = time.time() + _EXIT_SECONDS
+
+    def _verify(self, generation: Generation) -> None:
+        reports = {rank: event["report"] for rank, event in generation.ready.items()}
+        problems = verify_placement(generation.placed, reports)
+        if not problems:
+            self._observe({"kind": "ready", "attempt": generation.number, "ranks": len(generation.placed)})
+            return
+        self._share_failed("placement", "; ".join(problem.message for problem in problems))
+
+    # -- deadlines ----------------------------------------------------------------------------------------------------
+
+    def _look_at_the_clock(self, now: float) -> None:
+        generation = self._generation
+        overdue = self._deadline is not None and now > self._deadline
+        if self._wait is not None:
+            self._try_to_place(now)
+        elif self._pending is not None:
+            if overdue:
+                self._carry_out_without(now)
+        elif generation is None:
+            if now - self._held_since > self._limits.start_seconds:
+                seconds = f"{self._limits.start_seconds:g} s (fault_tolerance.start_timeout_seconds)"
+                self._share_failed("attempt_failed", f"not all node shares were up within {seconds}")
+        elif generation.all_done:
+            if overdue or len(generation.gone) == len(generation.placed):
+                self._close_done(generation, now)
+        elif generation.judgeable(now):
+            self._rank_failed(generation, now)
+        elif overdue:
+            self._give_up_saving(now)
+        else:
+            hung = generation.overdue(now, self._limits)
+            if hung is not None:
+                generation.failures[hung.rank] = hung
+                self._rank_failed(generation, now)
+
+    def _try_to_place(self, now: float) -> None:
+        assert self._wait is not None
+        attempt = RayAttempt(self._request, self._channel, self._ray_attempts + 1, self._warm_sockets)
+        try:
+            begun = self._wait.attempt(now, self._ray, attempt, self._observe)
+        except PlacementError as error:
+            if not self._attempts:
+                raise
+            self._problems.extend(error.problems)
+            self._status = "failed"
+            return
+        if begun:
+            self._ray_attempts += 1
+            self._held, self._held_since, self._wait = attempt, now, None
+
+    # -- ranks --------------------------------------------------------------------------------------------------------
+
+    def _start_ranks(self) -> None:
+        assert self._held is not None
+        self._placed = self._held.assign()
+        number = len(self._attempts) + 1
+        self._generation = Generation(number, self._placed, time.time(), self._failed_at)
+        self._deadline = None
+        self._observe({"kind": "placement", "attempt": number, "table": [asdict(entry) for entry in self._placed]})
+        self._held.start(number, self._placed)
+
+    def _rank_failed(self, generation: Generation, now: float) -> None:
+        failures = list(generation.failures.values())
+        cause = first_cause(failures)
+        self._traceback = self._traceback or cause.traceback
+        self._failed(cause.kind, describe(failures), min(now, cause.time), now, hung=cause.source == "silent")
+
+    def _share_failed(self, kind: FailureKind, detail: str) -> None:
+        if self._pending is None or isinstance(self._pending, RestartRanks):
+            now = time.time()
+            self._failed(kind, detail, now, now)
+
+    def _failed(self, kind: FailureKind, detail: str, failed_at: float, now: float, *, hung: bool = False) -> None:
+        generation = self._generation
+        step = generation.failed_step if generation else None
+        first = generation.first_step if generation else None
+        decision = decide(self._policy, Failure(kind, step, failed_at, first))
+        self._close_attempt(kind, detail, now)
+        self._failed_at = failed_at
+        if isinstance(decision, Stop):
+            self._problems.append(Problem("", f"{detail}. The run ends: {decision.reason}.", self._logs_hint(kind)))
+        else:
+            self._policy = decision.state
+            mended = "ranks" if isinstance(decision, RestartRanks) else "attempt"
+            self._observe(
+                {"kind": "restart", "what": mended, "cause": kind, "message": detail, "attempt": len(self._attempts),
+                 "restarts": decision.state.restarts, "max_restarts": decision.state.max_restarts}
+            )  # fmt: skip
+        self._kill_then(decision, now, ask_where=list(generation.failures) if generation and hung else [])
+
+    def _kill_then(self, decision: RestartRanks | Retry | Stop, now: float, ask_where: list[int]) -> None:
+        self._pending = decision
+        self._deadline = now + _CLEAR_SECONDS
+        if self._generation is None or self._held is None or isinstance(decision, Retry):
+            # Nodes may be gone with their ranks, so nobody is waited for: what is left ends with its supervisor.
+            if self._generation is not None and self._held is not None:
+                self._held.kill(self._generation.number)
+            self._carry_out()
+            return
+        self._held.kill(self._generation.number, ask_where)
+
+    def _carry_out(self) -> None:
+        decision, self._pending, self._deadline = self._pending, None, None
+        if isinstance(decision, RestartRanks):
+            self._start_ranks()
+        elif isinstance(decision, Retry):
+            if self._held is not None:
+                self._held.end()
+            self._held = self._generation = None
+            self._wait = PlacementWait(self._request.plan, self._tolerance.placement_timeout_seconds)
+        else:
+            self._status = "stopped" if self._stop_signals and not self._policy_failed() else "failed"
+
+    def _carry_out_without(self, now: float) -> None:
+        """Killed ranks are not gone in time."""
+        if isinstance(self._pending, RestartRanks):
+            self._pending = Retry(self._pending.state)
+        self._carry_out()
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def _asked_to_stop(self, name: str, now: float) -> None:
+        self._stop_signals += 1
+        generation = self._generation
+        if generation is None or self._pending is not None:
+            self._close_attempt("stopped", f"{name} before the ranks ran", now)
+            self._status = "stopped"
+            return
+        if self._stop_signals > 1:
+            self._end_at_once(f"{name} came a second time: the ranks were ended at once.", now)
+            return
+        self._policy = replace(self._policy, stopping=True)
+        self._deadline = now + self._tolerance.grace_seconds
+        self._observe({"kind": "stopping", "signal": name, "grace_seconds": self._tolerance.grace_seconds})
+        assert self._held is not None
+        self._held.stop(generation.number)
+
+    def _give_up_saving(self, now: float) -> None:
+        seconds = f"{self._tolerance.grace_seconds:g} s (fault_tolerance.grace_seconds)"
+        self._end_at_once(f"the ranks did not save and stop within {seconds}.", now)
+
+    def _end_at_once(self, message: str, now: float) -> None:
+        saved = self._last_checkpoint
+        kept = f"Continued from the checkpoint of step {saved}" if saved else "No checkpoint was saved in this command"
+        self._problems.append(Problem("", message, f"{kept}; later steps are computed again."))
+        self._close_attempt("stopped", message, now)
+        self._kill_then(Stop(message), now, ask_where=[])
+
+    def _close_done(self, generation: Generation, now: float) -> None:
+        stopped = any(event.get("status") == "stopped" for event in generation.done.values())
+        self._status = "stopped" if stopped else "finished"
+        self._close_attempt(self._status, "", now)
+
+    def _policy_failed(self) -> bool:
+        return bool(self._attempts) and self._attempts[-1].cause not in ("stopped", "finished")
+
+    def _close_attempt(self, cause: str, detail: str, now: float) -> None:
+        generation = self._generation
+        if generation is None or len(self._attempts) >= generation.number:
+            return
+        recovery = None
+        if generation.failed_before and generation.first_step_time:
+            recovery = generation.first_step_time - generation.failed_before
+        self._attempts.append(
+            Attempt(
+                number=generation.number,
+                cause=cause,
+                detail=detail,
+                first_step=generation.first_step,
+                last_step=generation.last_step,
+                seconds=now - generation.started,
+                world_size=len(generation.placed),
+                recovery_seconds=recovery,
+            )
+        )
+
+    def _logs_hint(self, kind: FailureKind) -> str:
+        logs = f"The ranks' output is in {self._request.run_directory}/logs/."
+        if kind == "oom":
+            return f"Lower training.micro_batch_size, raise parallel.zero_stage, or recompute activations. {logs}"
+        return logs
+
+
+def _first_line(error: BaseException | None) -> str:
+    if error is None:
+        return "its workers returned"
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__

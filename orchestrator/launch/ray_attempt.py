@@ -1,0 +1,159 @@
+"""One attempt on Ray: nodes chosen, supervisors held by Ray Train's `fit`, ranks assigned to where the shares came to
+lie.
+
+`loop.py` decides when to begin, start, kill and end; this file carries it out and knows which line is which share.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.launch.channel import Channel
+from orchestrator.launch.inventory import read_nodes
+from orchestrator.launch.request import LaunchRequest
+from orchestrator.launch.session import cluster_address
+from orchestrator.launch.supervisor import SupervisorOrder
+from orchestrator.launch.trainer import start_attempt
+from orchestrator.placement.assign import RankReport, assign_coordinates
+from orchestrator.placement.shares import choose_shares
+from orchestrator.placement.topology import LocatedShare, PlacedRank, ShareChoice, need_of
+from orchestrator.plan.rank_task import RankTask
+
+_PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "CUDA_LAUNCH_BLOCKING")
+"""Variables of the driver that reach every rank, on every node."""
+_END_SECONDS = 30.0
+"""Time that Ray Train has to end an attempt whose supervisors have returned."""
+
+
+class RayAttempt:
+    """Holds the supervisors of one `fit`."""
+
+    def __init__(self, request: LaunchRequest, channel: Channel, number: int, warm_sockets: dict[str, str]) -> None:
+        self._request = request
+        self._channel = channel
+        self._number = number
+        self._warm_sockets = warm_sockets
+        self._choice: ShareChoice | None = None
+        self._thread: threading.Thread | None = None
+        self._facts: dict[int, dict[str, Any]] = {}
+        self._cleared: set[int] = set()
+
+    def begin(self, ray: Any) -> None:
+        """Choose nodes among what is free now and begin the `fit`. Raises `PlacementError` when they do not hold the
+        plan."""
+        plan = self._request.plan
+        device = plan.config.cluster.device
+        choice = choose_shares(read_nodes(ray, device), need_of(plan))
+        order = SupervisorOrder(
+            address=self._channel.address,
+            key=self._channel.key,
+            attempt=self._number,
+            engine=self._request.engine,
+            logs_directory=str(Path(self._request.run_directory) / "logs"),
+            device=device,
+            slots=choice.share_size,
+            warm_sockets=self._warm_sockets,
+        )
+        storage = Path(self._request.run_directory) / "logs" / "ray"
+        storage.mkdir(parents=True, exist_ok=True)
+        number = self._number
+        self._thread = start_attempt(
+            order, choice, storage, lambda error: self._channel.put("attempt", (number, error))
+        )
+        self._choice = choice
+
+    def greeted(self, line: int, facts: dict[str, Any]) -> bool:
+        """A supervisor has said where it is; True when all have."""
+        self._facts[line] = facts
+        return self._choice is not None and len(self._facts) == len(self._choice.node_ids)
+
+    def owns(self, line: int) -> bool:
+        """Whether the line is of a supervisor of this attempt."""
+        return line in self._facts
+
+    def assign(self) -> tuple[PlacedRank, ...]:
+        """Rank -> slot, from where the shares really lie."""
+        assert self._choice is not None
+        size = self._choice.share_size
+        next_slot: dict[str, int] = {}
+        shares: list[LocatedShare] = []
+        for facts in sorted(self._facts.values(), key=lambda facts: facts["share"]):
+            devices = tuple(facts["devices"])
+            if not devices:  # CPU slots have no number of their own: count them on each node
+                first = next_slot.get(facts["node_id"], 0)
+                next_slot[facts["node_id"]] = first + size
+                devices = tuple(range(first, first + size))
+            shares.append(LocatedShare(facts["share"], facts["node_id"], facts["name"], devices))
+        return assign_coordinates(self._request.plan.ranks, shares)
+
+    def start(self, number: int, placed: Sequence[PlacedRank]) -> None:
+        """Have every supervisor fork its ranks; `number` is the generation and the attempt that ranks see."""
+        self._cleared.clear()
+        ranks_on_node: dict[str, int] = {}
+        for entry in placed:
+            ranks_on_node[entry.node_id] = ranks_on_node.get(entry.node_id, 0) + 1
+        for line, facts in self._facts.items():
+            mine = [entry for entry in placed if entry.share == facts["share"]]
+            threads = max(1, facts["cores"] // ranks_on_node[facts["node_id"]])
+            tasks = [self._task(entry, number, len(mine), threads, facts) for entry in mine]
+            self._channel.send(line, {"kind": "start", "generation": number, "tasks": tasks})
+
+    def spread_rendezvous(self, generation: int, line: int, port: int) -> None:
+        """Rank 0 listens on `port` of the node behind `line`: tell all ranks."""
+        host = "127.0.0.1" if self._one_node() else self._facts[line]["host"]
+        self._send_all({"kind": "rendezvous", "generation": generation, "host": host, "port": port})
+
+    def report_of(self, line: int, rank: int, event: dict[str, Any]) -> RankReport:
+        """Where a rank is: the node of the supervisor that forwarded it, the device that the rank named (`cuda:N`)."""
+        facts = self._facts[line]
+        index = str(event.get("device", "")).partition("cuda:")[2]
+        device = facts["devices"][int(index)] if index and facts["devices"] else None
+        return RankReport(rank, facts["node_id"], device)
+
+    def stop(self, generation: int) -> None:
+        """Ask all ranks to save and stop at the next step."""
+        self._send_all({"kind": "stop", "generation": generation})
+
+    def kill(self, generation: int, ask_where: Sequence[int] = ()) -> None:
+        """End all ranks; those in `ask_where` write their stack to their log first."""
+        self._send_all({"kind": "kill", "generation": generation, "ask_where": list(ask_where)})
+
+    def cleared(self, line: int) -> bool:
+        """A supervisor has no ranks left; True when none has."""
+        self._cleared.add(line)
+        return self._cleared >= self._facts.keys()
+
+    def end(self) -> None:
+        """Let the supervisors return and Ray Train end its `fit`."""
+        self._send_all({"kind": "finish"})
+        if self._thread is not None:
+            self._thread.join(_END_SECONDS)
+
+    def _one_node(self) -> bool:
+        return len({facts["node_id"] for facts in self._facts.values()}) == 1
+
+    def _send_all(self, message: dict[str, Any]) -> None:
+        for line in list(self._facts):
+            self._channel.send(line, message)
+
+    def _task(self, entry: PlacedRank, number: int, local_ranks: int, threads: int, facts: dict[str, Any]) -> RankTask:
+        environment = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+        if facts["devices"]:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, facts["devices"]))
+        if cluster_address() is None:
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # our own cluster is bound to loopback, ranks as well
+        return RankTask(
+            plan=self._request.plan,
+            rank=entry.rank,
+            local_rank=entry.local_rank,
+            local_ranks=local_ranks,
+            run_directory=self._request.run_directory,
+            attempt=number,
+            threads=threads,
+            command_started=self._request.command_started,
+            environment={**environment, **self._request.environment},
+        )

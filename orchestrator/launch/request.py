@@ -1,0 +1,75 @@
+"""What `launch` is asked and what it answers, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from orchestrator.errors import Problem
+from orchestrator.placement.topology import PlacedRank
+from orchestrator.plan.run_plan import RunPlan
+
+ENGINE = "orchestrator.engine.rank:run_rank"
+"""What each rank runs: `module:function`, called with (RankTask, RankLink)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchRequest:
+    """One run to bring up and hold until it ends."""
+
+    plan: RunPlan
+    run_directory: str
+    """Absolute path; logs of the ranks go to `logs/` in it."""
+    command_started: float
+    """`time.time()` at which the user's command began."""
+    engine: str = ENGINE
+    """`module:function` that every rank runs."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables for every rank, over the ones that the driver passes on (`NCCL_*`, `GLOO_*`, `TORCH_*`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One life of the ranks, from their start to their end."""
+
+    number: int
+    """1 for the first start, one more for every restart."""
+    cause: str
+    """Why it ended: `finished`, `stopped`, or the class of what failed (`crash`, `hang`, `node_loss` ...)."""
+    detail: str
+    """One line: what ended it."""
+    first_step: int | None
+    """First optimizer step that it completed; None: it completed none."""
+    last_step: int | None
+    seconds: float
+    world_size: int
+    recovery_seconds: float | None = None
+    """From the failure before it until its own first step; None for the first attempt, or when it reached no step."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `summary.json` keeps it."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOutcome:
+    """How the run ended."""
+
+    status: Literal["finished", "stopped", "failed"]
+    attempts: tuple[Attempt, ...]
+    rank_results: dict[int, dict[str, Any]]
+    """`result` of each rank's `done` event, of the last attempt."""
+    problems: tuple[Problem, ...]
+    """What went wrong, in the user's terms; empty when nothing did."""
+    placement: tuple[PlacedRank, ...]
+    """Where the ranks of the last attempt lay."""
+    timings: tuple[tuple[str, float], ...] = ()
+    """(name, seconds) from the command's start to the first optimizer step, in order; they add up to it."""
+    traceback: str = ""
+    """The first failing rank's traceback, for the log; empty when there is none."""
+
+    @property
+    def seconds_to_first_step(self) -> float | None:
+        """From the command's start to the end of the first optimizer step; None when there was none."""
+        return sum(seconds for _, seconds in self.timings) if self.timings else None

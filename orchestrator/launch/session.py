@@ -1,0 +1,111 @@
+"""The connection to Ray: its environment, its start and its end. A quiet one: nothing of Ray's reaches the console.
+
+With `RAY_ADDRESS` it joins that cluster; without, it starts one of its own on this machine, bound to loopback, and
+ends it afterwards. Never a bare `ray.init()`, which would join any cluster that the machine remembers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from orchestrator.errors import Problem, RunError
+from orchestrator.plan.run_plan import RunPlan
+
+_ENVIRONMENT = {
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
+    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",
+}
+"""Set before Ray is imported; what the user has set stays."""
+_LOCAL_ENVIRONMENT = {
+    # A cluster of our own on one machine is not preempted, and each watcher is one more Python process to start.
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+}
+_OBJECT_STORE_BYTES = 80 * 2**20
+"""Nothing of a run goes through the object store; this is about the smallest that Ray takes without a word."""
+
+
+def cluster_address() -> str | None:
+    """Address of the cluster to join; None: start one of our own."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
+def own_host() -> str:
+    """Address under which this machine is reached by the run's supervisors."""
+    if cluster_address() is None:
+        return "127.0.0.1"
+    from ray.util import get_node_ip_address
+
+    return str(get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
+def prepare_environment() -> None:
+    """Set what Ray reads when it is imported; call it before that."""
+    for name, value in {**_ENVIRONMENT, **(_LOCAL_ENVIRONMENT if cluster_address() is None else {})}.items():
+        os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def ray_session(plan: RunPlan) -> Iterator[Any]:
+    """Ray, connected; yields the module. Raises `RunError` when the cluster does not answer."""
+    local = cluster_address() is None
+    prepare_environment()
+    warnings.filterwarnings("ignore", module=r"ray(\.|$)")
+    import ray
+
+    try:
+        ray.init(**(_local_arguments(plan) if local else {"address": cluster_address()}), **_QUIET)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise RunError(_unreachable(error)) from error
+    try:
+        for name in ("ray", "ray.train", "ray.data"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
+
+
+def _local_arguments(plan: RunPlan) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "address": "local",
+        "include_dashboard": False,
+        "object_store_memory": _OBJECT_STORE_BYTES,
+        "_node_ip_address": "127.0.0.1",
+    }
+    cores = len(os.sched_getaffinity(0))
+    if plan.config.cluster.device == "cpu":
+        # The declared processes of this machine are its slots, also where it has fewer cores.
+        arguments["num_cpus"] = max(cores, plan.config.cluster.gpus_per_node)
+    else:
+        arguments["num_cpus"] = cores
+    return arguments
+
+
+def _unreachable(error: Exception) -> Problem:
+    address = cluster_address()
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if address is None:
+        message = f"Ray could not be started on {socket.gethostname()}: {first_line}"
+        return Problem("", message, "Check free disk and memory, and that /tmp is writable.")
+    fix = (
+        "Check RAY_ADDRESS, that the cluster runs the same Ray and Python versions, and, if it asks for a token, "
+        "RAY_AUTH_MODE=token with RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH."
+    )
+    return Problem("", f"the Ray cluster at RAY_ADDRESS={address} cannot be joined: {first_line}", fix)

@@ -1,0 +1,38 @@
+"""Ctrl-C and SIGTERM: told to the run's loop, acted on there. The first asks ranks to save and stop, the second ends
+all."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def stop_signals(tell: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+    """Send stop signals to `tell`, by name, until the block ends; yields a function that takes them back from Ray.
+
+    Outside the main thread, where Python allows no handler, it leaves them as they are.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        tell(signal.Signals(number).name)
+
+    def install() -> None:
+        for number in _STOPPING:
+            signal.signal(number, handle)
+
+    before = {number: signal.getsignal(number) for number in _STOPPING}
+    install()
+    try:
+        yield install
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,243 @@
+"""What runs inside a Ray Train worker: the supervisor of one node share. It holds the share's ranks, not the model.
+
+It connects to the driver, has a keeper fork the ranks, forwards their events and heartbeats, and carries out commands:
+`start` a generation of ranks, tell them the `rendezvous`, `stop` at the next step, `kill`, `finish`. It decides
+nothing. When its driver is gone it ends its ranks and returns; when it dies its keeper ends them. Imports neither
+torch nor ray at the top, so that its worker starts quickly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import tempfile
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Client, Connection, wait
+from pathlib import Path
+from typing import Any
+
+from orchestrator.launch.board import Board
+from orchestrator.launch.rank_main import RankOrder
+from orchestrator.launch.warm import KeeperLink, WarmProcess, preload_of
+from orchestrator.plan.rank_task import RankTask
+
+_TICK_SECONDS = 0.2
+"""How often heartbeats are read; they go to the driver when something changed, and every second anyway."""
+_KEEPER_TIMEOUT_SECONDS = 60.0
+_LAST_WORDS_SECONDS = 0.3
+"""Time that a hung rank has for writing its stack into its log before it is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorOrder:
+    """What a supervisor is given when Ray Train starts it; the same for all of them."""
+
+    address: tuple[str, int]
+    """Where the driver listens."""
+    key: bytes
+    """Secret of the run, for both sides of the connection."""
+    attempt: int
+    engine: str
+    logs_directory: str
+    device: str
+    """`cuda` or `cpu`."""
+    slots: int
+    """Slots of the share."""
+    warm_sockets: dict[str, str] = field(default_factory=dict)
+    """Node id -> socket of a warm process that already runs there."""
+
+
+def supervise(order: SupervisorOrder) -> None:
+    """Body of a Ray Train worker: until the driver says `finish` or is gone."""
+    facts = _facts(order)
+    with contextlib.ExitStack() as stack:
+        driver = stack.enter_context(Client(order.address, authkey=order.key))
+        socket_path = order.warm_sockets.get(facts["node_id"])
+        process: WarmProcess | None = None
+        if socket_path is None or not Path(socket_path).exists():
+            process = WarmProcess(preload_of(order.engine))
+            stack.callback(process.close)
+            socket_path = process.socket_path
+        keeper = KeeperLink(socket_path, timeout_seconds=_KEEPER_TIMEOUT_SECONDS, process=process)
+        stack.callback(keeper.close)
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="orchestrator-share-")))
+        driver.send({"kind": "hello", **facts})
+        try:
+            _Share(order, driver, keeper, directory / "board").run()
+        except (EOFError, ConnectionResetError, BrokenPipeError):
+            return  # the driver is gone: leaving the block ends the ranks
+
+
+def _facts(order: SupervisorOrder) -> dict[str, Any]:
+    """Where this share lies, as its own process sees it."""
+    import ray
+    import ray.train
+    from ray.util import get_node_ip_address
+
+    context = ray.get_runtime_context()
+    share = ray.train.get_context().get_world_rank()
+    accelerators = context.get_accelerator_ids().get("GPU", [])
+    devices = [int(device) for device in accelerators] if order.device == "cuda" else []
+    return {
+        "share": share,
+        "node_id": context.get_node_id(),
+        "host": get_node_ip_address(),  # type: ignore[no-untyped-call]
+        "name": socket.gethostname(),
+        "devices": devices,
+        "cores": len(os.sched_getaffinity(0)),
+        "pid": os.getpid(),
+    }
+
+
+@dataclass(slots=True)
+class _Rank:
+    task: RankTask
+    connection: Connection
+    pid: int = 0
+    open: bool = True
+    """False once it has closed its end; its exit follows from the keeper."""
+    seen: tuple[Any, ...] = ()
+
+
+class _Share:
+    """The loop of a supervisor."""
+
+    def __init__(self, order: SupervisorOrder, driver: Any, keeper: KeeperLink, board_path: Path) -> None:
+        self._order = order
+        self._driver = driver
+        self._keeper = keeper
+        self._board_path = board_path
+        self._board = Board(board_path, order.slots, create=True)
+        self._generation = 0
+        self._ranks: dict[int, _Rank] = {}
+        self._clearing = False
+        self._told = 0.0
+
+    def run(self) -> None:
+        while True:
+            handles: list[Any] = [
+                self._driver,
+                self._keeper,
+                *(rank.connection for rank in self._ranks.values() if rank.open),
+            ]
+            for ready in wait(handles, timeout=_TICK_SECONDS):
+                handle: Any = ready
+                if handle is self._driver:
+                    command = self._driver.recv()
+                    if command["kind"] == "finish":
+                        return
+                    self._obey(command)
+                elif handle is self._keeper:
+                    self._hear_keeper()
+                else:
+                    self._hear_rank(handle)
+            self._forward_beats()
+
+    # -- commands ---------------------------------------------------------------------------------------------------
+
+    def _obey(self, command: dict[str, Any]) -> None:
+        if command["kind"] == "start":
+            self._start(command["generation"], command["tasks"])
+        elif command["generation"] != self._generation:
+            return  # meant for ranks that are gone
+        elif command["kind"] == "rendezvous":
+            for rank in self._ranks.values():
+                with contextlib.suppress(OSError):
+                    rank.connection.send((command["host"], command["port"]))
+        elif command["kind"] == "stop":
+            self._board.ask_to_stop()
+        elif command["kind"] == "kill":
+            self._kill(ask_where=command["ask_where"])
+
+    def _start(self, generation: int, tasks: list[RankTask]) -> None:
+        self._generation = generation
+        self._clearing = False
+        self._board.clear()
+        for task in tasks:
+            ours, theirs = socket.socketpair()
+            log = str(Path(self._order.logs_directory) / f"rank-{task.rank:03d}.log")
+            title = f"attempt {task.attempt}, rank {task.rank}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
+            self._keeper.fork(task.rank, theirs.fileno(), log, title)
+            theirs.close()
+            connection = Connection(ours.detach())
+            connection.send(RankOrder(task, self._order.engine, str(self._board_path)))
+            self._ranks[task.rank] = _Rank(task, connection)
+
+    def _kill(self, *, ask_where: list[int]) -> None:
+        mine = [rank for rank in ask_where if rank in self._ranks]
+        if mine:
+            self._keeper.signal(mine, signal.SIGUSR1)
+            time.sleep(_LAST_WORDS_SECONDS)
+        self._keeper.signal(list(self._ranks), signal.SIGKILL)
+        self._clearing = True
+        self._tell_when_clear()
+
+    # -- what is heard ----------------------------------------------------------------------------------------------
+
+    def _hear_keeper(self) -> None:
+        message = self._keeper.receive()
+        if message is None:
+            raise RuntimeError("the keeper of the ranks was killed")
+        if message["kind"] == "forked":
+            if message["rank"] in self._ranks:
+                self._ranks[message["rank"]].pid = message["pid"]
+        elif message["kind"] == "exited":
+            rank = self._ranks[message["rank"]]
+            self._drain(rank)
+            rank.connection.close()
+            phase, step, _ = self._board.read(rank.task.local_rank)
+            del self._ranks[message["rank"]]
+            self._driver.send({**message, "generation": self._generation, "phase": phase, "step": step})
+            self._tell_when_clear()
+        else:
+            self._driver.send(message)
+
+    def _hear_rank(self, connection: Any) -> None:
+        for rank in self._ranks.values():
+            if rank.connection is connection:
+                rank.open = self._drain(rank)
+                return
+
+    def _drain(self, rank: _Rank) -> bool:
+        """Forward all that a rank has sent; False when it has closed its end."""
+        try:
+            while rank.connection.poll():
+                event = rank.connection.recv()
+                self._driver.send(
+                    {"kind": "event", "generation": self._generation, "rank": rank.task.rank, "event": event}
+                )
+        except (EOFError, ConnectionResetError):
+            return False
+        return True
+
+    def _tell_when_clear(self) -> None:
+        if self._clearing and not self._ranks:
+            self._clearing = False
+            self._driver.send({"kind": "cleared", "generation": self._generation})
+
+    def _forward_beats(self) -> None:
+        if not self._ranks:
+            return
+        beats: dict[int, tuple[str, int, float, bool]] = {}
+        changed = False
+        for rank in self._ranks.values():
+            phase, step, age = self._board.read(rank.task.local_rank)
+            beats[rank.task.rank] = (phase, step, age, age > 1.0 and _stopped(rank.pid))
+            changed = changed or rank.seen != (phase, step)
+            rank.seen = (phase, step)
+        now = time.monotonic()
+        if changed or now - self._told > 1.0:
+            self._told = now
+            self._driver.send({"kind": "beats", "generation": self._generation, "beats": beats})
+
+
+def _stopped(pid: int) -> bool:
+    """Whether a process is held by SIGSTOP or a debugger (state T or t in /proc)."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] in ("T", "t")

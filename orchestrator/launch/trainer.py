@@ -1,0 +1,72 @@
+"""One attempt on Ray Train: a `fit` without retries of its own that places and holds the supervisors.
+
+Ray Train starts one worker a share, watches it and frees its resources. Restarting, waiting and giving up are
+`run.py`'s.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from orchestrator.launch.inventory import NODE_LABEL, resource_of
+from orchestrator.launch.supervisor import SupervisorOrder, supervise
+from orchestrator.placement.topology import ShareChoice
+
+
+def start_attempt(
+    order: SupervisorOrder, choice: ShareChoice, storage: Path, ended: Callable[[BaseException | None], None]
+) -> threading.Thread:
+    """Begin a `fit` in a thread of its own; `ended` is called from there with its error, or None.
+
+    In a thread, because `fit` blocks and because Ray Train takes over Ctrl-C when it runs in the main one.
+    """
+    trainer = _make_trainer(order, choice, storage)
+
+    def fit() -> None:
+        error: BaseException | None = None
+        try:
+            trainer.fit()
+        except BaseException as caught:
+            error = caught
+        ended(error)
+
+    thread = threading.Thread(target=fit, name=f"attempt-{order.attempt}", daemon=True)
+    thread.start()
+    return thread
+
+
+def _make_trainer(order: SupervisorOrder, choice: ShareChoice, storage: Path) -> Any:
+    import ray.train
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    # Ray exports the classes of its second version under the names of the first, which type checkers see.
+    api: Any = ray.train
+
+    class SupervisorTrainer(DataParallelTrainer):
+        """Without the callback that cleans placement groups up after a driver that died.
+
+        It is an actor more to start, needs a dashboard, and Ray's own job clean-up frees the group as well.
+        """
+
+        def _create_default_callbacks(self) -> list[Any]:
+            callbacks = super()._create_default_callbacks()
+            return [callback for callback in callbacks if type(callback).__name__ != "PlacementGroupCleanerCallback"]
+
+    return SupervisorTrainer(
+        functools.partial(supervise, order),
+        scaling_config=api.ScalingConfig(
+            num_workers=len(choice.node_ids),
+            use_gpu=order.device == "cuda",
+            resources_per_worker={resource_of(order.device): choice.share_size},
+            label_selector=[{NODE_LABEL: node_id} for node_id in choice.node_ids],
+        ),
+        run_config=api.RunConfig(
+            name=f"attempt-{order.attempt}",
+            storage_path=str(storage),
+            failure_config=api.FailureConfig(max_failures=0, controller_failure_limit=0),
+        ),
+    )

@@ -1,0 +1,109 @@
+"""What placement computes with: nodes, shares and slots as frozen values, and the need of a plan.
+
+A *slot* is one GPU of one node (one process, for `device: cpu`). A *share* is the part of a node that one supervisor
+holds: a whole number of tensor-parallel groups. Nothing here asks a machine or a cluster; `launch/inventory.py` reads
+one and `shares.py` and `assign.py` decide over it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.plan.run_plan import RunPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine as the cluster reports it."""
+
+    node_id: str
+    """The cluster's own id; unique even where several nodes share an address."""
+    name: str
+    """What a person calls it: host name or address."""
+    slots_total: int
+    """GPUs (CPU slots, for `device: cpu`) that it has."""
+    slots_free: int
+    """Of those, the ones that nobody holds now."""
+    kind: str = ""
+    """Kind of GPU as reported; empty when unknown."""
+    domain: str = ""
+    """Rack or NVLink domain: nodes of one domain are close to each other; empty when unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a plan asks of the nodes."""
+
+    world_size: int
+    """Ranks; each takes one slot."""
+    tensor: int
+    """Ranks of a tensor-parallel group; they never lie on two nodes."""
+    slots_per_node: int
+    """Most slots of one node that the plan may use, as declared by `cluster.gpus_per_node`."""
+    noun: str = "GPU"
+    """What a slot is called in messages."""
+    kind: str = ""
+    """Kind of GPU that the nodes must have; empty: any."""
+
+    @property
+    def groups(self) -> int:
+        """Tensor-parallel groups."""
+        return self.world_size // self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ShareChoice:
+    """Which nodes shall hold how many shares; all shares have one size."""
+
+    share_size: int
+    """Slots of one share: a multiple of `tensor`."""
+    node_ids: tuple[str, ...]
+    """Node of each share."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocatedShare:
+    """A share where it really came to lie, as its supervisor reports it."""
+
+    share: int
+    """Number of the supervisor."""
+    node_id: str
+    node_name: str
+    devices: tuple[int, ...]
+    """Device numbers that it holds on its node, ascending."""
+    domain: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRank:
+    """One rank on its slot, with its coordinates in the mesh."""
+
+    rank: int
+    share: int
+    local_rank: int
+    """Index among the ranks of its share."""
+    node_id: str
+    node_name: str
+    node: int
+    """Number of the node, in the order in which nodes are filled."""
+    device: int
+    """Device number on the node."""
+    data: int
+    pipeline: int
+    context: int
+    tensor: int
+
+
+def need_of(plan: RunPlan) -> Need:
+    """What `plan` asks of the nodes. The plan must be feasible (its `parallel` is decided)."""
+    if plan.parallel is None:
+        raise ValueError("a plan without decided degrees cannot be placed")
+    cluster = plan.config.cluster
+    groups = cluster.node_groups
+    cuda = cluster.device == "cuda"
+    return Need(
+        world_size=plan.parallel.world_size,
+        tensor=plan.parallel.tensor,
+        slots_per_node=max((group.gpus_per_node for group in groups), default=cluster.gpus_per_node),
+        noun="GPU" if cuda else "CPU slot",
+    )
