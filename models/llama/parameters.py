@@ -58,4 +58,14 @@ def size_problems(sizes: ModelSizes) -> tuple[SizeProblem, ...]:
                 "Use an even head_dim.",
             )
         )
+    scaling = sizes.rope_scaling
+    if scaling is not None and scaling.rope_type == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
+        problems.append(
+            SizeProblem(
+                "rope_scaling.high_freq_factor",
+                f"high_freq_factor={scaling.high_freq_factor:g} is not above low_freq_factor="
+                f"{scaling.low_freq_factor:g}: frequencies are blended between the two.",
+                "LLaMA 3.1 uses 4 and 1.",
+            )
+        )
     return tuple(problems)
