@@ -1,4 +1,4 @@
-"""The commands that exist: one line each. A command is a module with `HELP`, `FLAGS` and `run(invocation) -> exit code`.
+"""The commands that exist, one line each. A command is a module with `HELP`, `FLAGS` and `run(invocation)`.
 
 Modules are imported when their command is typed, so that `plan` never waits for what `train` needs.
 """

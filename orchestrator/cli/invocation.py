@@ -1,7 +1,7 @@
 """What was typed, taken apart: the command, the flags, the overrides. Pure; `main.py` acts on it.
 
 Everything that is no flag and comes after the command is an override in Hydra's grammar and is left for
-`config/compose.py` to judge. Problems are collected, so that they can be shown together with those of the configuration.
+`config/compose.py` to judge. Problems are collected, to be shown together with those of the configuration.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`plan`: what a training would need, before anything is taken. No GPU, no Ray, no torch.
 
-`--json` prints the contract of `RunPlan.to_dict()` and imports neither torch, ray nor rich; without it `plan/explain.py`
-says the same for people. Exit 2 when the plan is not feasible.
+`--json` prints the contract of `RunPlan.to_dict()` and imports neither torch, ray nor rich; without it
+`plan/explain.py` says the same for people. Exit 2 when the plan is not feasible.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""From words on a command line to one typed configuration: `compose.load_config`."""

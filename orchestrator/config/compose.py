@@ -1,7 +1,8 @@
 """From words on a command line to one typed `RunConfig`, or to every problem at once. The only room that imports Hydra.
 
 Hydra composes the groups; values of keys are applied here, over everything that files say; pydantic judges types and
-`validate.py` judges fields against each other. Raises ConfigError and nothing else for a user's mistake. Next: `plan/make.py`.
+`validate.py` judges fields against each other. Raises ConfigError and nothing else for a user's mistake. Next:
+`plan/make.py`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ DEFAULT_EXPERIMENT = "quickstart"
 _COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError)
 """What a user's files can make Hydra raise."""
 
+_RESOLUTION_ERRORS = (OmegaConfBaseException, RecursionError, ValueError, TypeError)
+"""What an interpolation can make OmegaConf and the resolvers raise."""
+
 
 def load_config(overrides: Sequence[str] = (), *, config_directory: str | None = None) -> RunConfig:
     """Compose and validate a configuration.
@@ -38,21 +42,53 @@ def load_config(overrides: Sequence[str] = (), *, config_directory: str | None =
     `config_directory` holds the user's own options, in subfolders named as the groups. Raises ConfigError with every
     problem that was found.
     """
+    examined = examine(overrides, config_directory=config_directory)
+    if examined.config is None:
+        raise ConfigError(examined.problems)
+    return examined.config
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A configuration, or what is wrong with it."""
+
+    config: RunConfig | None
+    """The configuration; None when there are problems."""
+    problems: tuple[Problem, ...] = ()
+    remainder: RunConfig | None = None
+    """With problems: the configuration without the settings at fault, when it is one. Fit for finding more problems."""
+
+
+def examine(overrides: Sequence[str] = (), *, config_directory: str | None = None) -> Examined:
+    """As `load_config`, but returns the problems. Never raises for a user's mistake."""
     problems = list(locate.check_models_package())
     directory = Path(config_directory).expanduser().absolute() if config_directory is not None else None
     if directory is not None:
         problems += files.check_config_directory(directory)
         directory = directory if directory.is_dir() else None
     request = read(overrides, directory)
-    problems += request.problems
     composition = _compose(request, directory)
-    problems += composition.problems
+    problems += [*request.problems, *composition.problems]
     config, found = _validated(composition)
     known = {problem.key for problem in problems if problem.key}
     problems += [problem for problem in found if problem.key not in known]
-    if problems or config is None:
-        raise ConfigError(problems)
-    return config
+    if not problems:
+        return Examined(config)
+    if any(problem.key in locate.GROUPS for problem in problems):
+        return Examined(None, tuple(problems))  # with another group than was meant, what follows would mislead
+    return Examined(None, tuple(problems), config or _remainder(request, problems, directory))
+
+
+def _remainder(request: Request, problems: Sequence[Problem], directory: Path | None) -> RunConfig | None:
+    """The configuration without the settings of the command line that are at fault."""
+    at_fault = {problem.key for problem in problems}
+    sound = [
+        assignment
+        for assignment in request.assignments
+        if not any(fault == assignment.key or fault.startswith(f"{assignment.key}.") for fault in at_fault)
+    ]
+    composition = _compose(Request(request.choices, sound), directory)
+    return _validated(composition)[0] if not composition.problems else None
 
 
 @dataclass(slots=True)
@@ -143,7 +179,8 @@ def _assign(composed: DictConfig, assignment: Assignment) -> list[Problem]:
             parent, _, last = assignment.key.rpartition(".")
             node = OmegaConf.select(composed, parent) if parent else composed
             if isinstance(node, DictConfig):
-                node.pop(last, None)
+                node[last] = None  # popping would resolve an interpolation, and this one may be why it is deleted
+                node.pop(last)
         else:
             OmegaConf.update(composed, assignment.key, assignment.value, merge=True, force_add=True)
     except (OmegaConfBaseException, ValueError, TypeError, IndexError, KeyError) as error:
@@ -192,40 +229,49 @@ def _resolve_gpu_names(composed: DictConfig, directory: Path | None) -> list[Pro
 
 
 def _plain(composed: DictConfig, made: _Composition) -> tuple[dict[str, Any] | None, list[Problem]]:
-    """Plain values with every interpolation resolved, or which of them cannot be."""
-    problems = []
-    for key in _interpolated(composed):
-        try:
-            OmegaConf.select(composed, key, throw_on_resolution_failure=True)
-        except (OmegaConfBaseException, RecursionError, ValueError, TypeError) as error:
-            file = made.file_that_sets(key)
-            where = f" in {locate.display(file)}" if file else ""
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            problems.append(
-                Problem(
-                    key,
-                    f"Its value{where} refers to something that cannot be found: {first.rstrip('.')}.",
-                    "Name a dotted key as ${section.key} or a variable as ${oc.env:NAME}; quote a $ that is meant as text.",
-                )
-            )
-    if problems:
-        return None, problems
-    try:
-        plain = OmegaConf.to_container(composed, resolve=True)
-    except (OmegaConfBaseException, RecursionError, ValueError, TypeError) as error:
-        return None, [_composition_problem(error)]
-    values = {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
-    missing = [key for key, value in files.flatten(values) if value == "???"]
-    problems = [
-        Problem(key, "It is left open (`???`) in the files and must be given.", f"Give {key}=VALUE.") for key in missing
-    ]
-    return (None if problems else values), problems
-
-
-def _interpolated(composed: DictConfig) -> list[str]:
+    """Plain values, interpolations resolved; what cannot be resolved, or is left open, is taken out and told."""
     raw = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(raw, dict)
-    return [key for key, value in files.flatten({str(k): v for k, v in raw.items()}) if "${" in str(value)]
+    problems = []
+    for key, value in files.flatten({str(name): entry for name, entry in raw.items()}):
+        if value == "???":
+            problems.append(
+                Problem(key, "It is left open (`???`) in the files and must be given.", f"Give {key}=VALUE.")
+            )
+        elif "${" in str(value):
+            try:
+                _resolved(composed, key)
+                continue
+            except _RESOLUTION_ERRORS as error:
+                problems.append(_unresolved(key, error, made.file_that_sets(key)))
+        else:
+            continue
+        _assign(composed, Assignment(key, None, key, delete=True))
+    try:
+        plain = OmegaConf.to_container(composed, resolve=True)
+    except _RESOLUTION_ERRORS as error:
+        return None, [*problems, _composition_problem(error)]
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}, problems
+
+
+def _resolved(composed: DictConfig, key: str) -> None:
+    """Resolve one value. Raises one of `_RESOLUTION_ERRORS` when it cannot be."""
+    node: Any = composed
+    for part in key.split("."):
+        node = node[part]
+    if OmegaConf.is_config(node):
+        OmegaConf.to_container(node, resolve=True)
+
+
+def _unresolved(key: str, error: BaseException, file: Path | None) -> Problem:
+    where = f" in {locate.display(file)}" if file else ""
+    first = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+    return Problem(
+        key,
+        f"Its value{where} refers to something that cannot be found: {first}.",
+        "Name a dotted key as ${section.key}, or a variable as ${oc.env:NAME}.",
+    )
 
 
 def _validated(composition: _Composition) -> tuple[RunConfig | None, list[Problem]]:

@@ -60,7 +60,7 @@ def leaf_names() -> tuple[str, ...]:
 
 
 def find(name: str) -> Key | None:
-    """The key of that dotted name; positions in lists (`cluster.node_groups.0.gpu`) and free names of maps are known."""
+    """The key of that dotted name; positions in lists (`cluster.node_groups.0`) and free names of maps are known."""
     parts = ["*" if part.isdigit() else part for part in name.replace("[", ".").replace("]", "").split(".")]
     found = all_keys().get(".".join(parts))
     if found is None and len(parts) > 1:
@@ -147,7 +147,9 @@ def _walk(section: type[Section], prefix: str) -> Iterator[Key]:
         key = f"{prefix}{name}"
         annotation = hints[name]
         inner = section_of(annotation)
-        yield Key(key, annotation, field.is_required(), field.default, field.description or "", inner is not None)
+        default = field.get_default(call_default_factory=True)
+        doc = " ".join((field.description or "").split())
+        yield Key(key, annotation, field.is_required(), default, doc, inner is not None)
         if inner is not None:
             yield from _walk(inner, f"{key}.")
         for choice in _choices(annotation):

@@ -1,7 +1,7 @@
 """What was typed on the command line, read one word at a time: group choices, values of keys, deletions.
 
 Refuses, each with its own problem and without stopping at the first: what Hydra's grammar cannot read, unknown keys,
-groups and options, sweeps outside `-m`, the same thing said twice, and Hydra's own settings. `compose.py` applies the rest.
+groups and options, sweeps outside `-m`, the same thing said twice, Hydra's own settings. `compose.py` applies the rest.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def _unreadable(word: str, reason: str) -> Problem:
     return Problem(
         name,
         f"The value `{value}` cannot be read ({reason.splitlines()[0] if reason else 'it is not complete'}).",
-        f"Close its brackets and quotes; a value that contains ( ) [ ] {{ }} , = or quotes is itself quoted: \"{name}='{quoted}'\".",
+        "Close its brackets and quotes; a value that contains ( ) [ ] { } , = or quotes is itself quoted: "
+        f"\"{name}='{quoted}'\".",
     )
 
 
@@ -112,7 +113,8 @@ def _place(
         return Problem(
             name,
             f"`{word}` gives several values, but this command runs one configuration.",
-            f"Give one value, add -m to train each in turn, or write a list as {name}=[...] and text with commas in quotes.",
+            f"Give one value, add -m to train each in turn, or write a list as {name}=[...] and a text with commas "
+            "in quotes.",
         )
     group = _as_group(parsed)
     if group is not None:

@@ -19,7 +19,7 @@ _WIDTH = 116
 
 
 def explain(topic: str, config_directory: Path | None = None) -> str:
-    """Help for a group, a section, a key, or an option written as GROUP=OPTION. Raises ConfigError for anything else."""
+    """Help for a group, a section, a key, or an option as GROUP=OPTION. Raises ConfigError for anything else."""
     topic = topic.lstrip("+")
     group, equals, option = topic.partition("=")
     if equals and group in locate.GROUPS:
@@ -85,7 +85,8 @@ def _option_text(group: str, option: str, config_directory: Path | None) -> str:
 
 
 def _file_text(word: str, option: str, file: Path) -> str:
-    return f"{word}={option} ({locate.display(file)}):\n\n{textwrap.indent(file.read_text(encoding='utf-8').rstrip(), '  ')}"
+    text = textwrap.indent(file.read_text(encoding="utf-8").rstrip(), "  ")
+    return f"{word}={option} ({locate.display(file)}):\n\n{text}"
 
 
 def _unknown_topic(topic: str) -> Problem:

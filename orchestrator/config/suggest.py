@@ -26,7 +26,8 @@ ALIASES = {
     "mbs": "training.micro_batch_size", "batch_size": "training.micro_batch_size",
     "per_device_train_batch_size": "training.micro_batch_size", "gbs": "training.global_batch_size",
     "train_batch_size": "training.global_batch_size", "gradient_accumulation_steps": "training.global_batch_size",
-    "seq_len": "training.sequence_length", "seq_length": "training.sequence_length", "seqlen": "training.sequence_length",
+    "seq_len": "training.sequence_length", "seq_length": "training.sequence_length",
+    "seqlen": "training.sequence_length",
     "max_steps": "training.steps", "num_steps": "training.steps", "train_steps": "training.steps",
     "max_tokens": "training.tokens", "train_tokens": "training.tokens", "dtype": "training.precision",
     "bf16": "training.precision", "fp16": "training.precision", "amp": "training.precision",
@@ -34,12 +35,14 @@ ALIASES = {
     "gradient_checkpointing": "training.activation_checkpointing", "recompute": "training.activation_checkpointing",
     "torch_compile": "training.compile", "eval_interval": "training.validate_every_steps",
     "layers": "model.num_hidden_layers", "n_layers": "model.num_hidden_layers", "n_layer": "model.num_hidden_layers",
-    "num_layers": "model.num_hidden_layers", "heads": "model.num_attention_heads", "n_head": "model.num_attention_heads",
+    "num_layers": "model.num_hidden_layers", "heads": "model.num_attention_heads",
+    "n_head": "model.num_attention_heads",
     "n_heads": "model.num_attention_heads", "kv_heads": "model.num_key_value_heads",
     "n_kv_heads": "model.num_key_value_heads", "hidden": "model.hidden_size", "n_embd": "model.hidden_size",
     "d_model": "model.hidden_size", "dim": "model.hidden_size", "ffn_hidden_size": "model.intermediate_size",
     "d_ff": "model.intermediate_size", "vocab": "model.vocab_size", "rope_base": "model.rope_theta",
-    "n_positions": "model.max_position_embeddings", "gpus": "cluster.gpus_per_node", "num_gpus": "cluster.gpus_per_node",
+    "n_positions": "model.max_position_embeddings", "gpus": "cluster.gpus_per_node",
+    "num_gpus": "cluster.gpus_per_node",
     "num_nodes": "cluster.nodes", "nnodes": "cluster.nodes", "nproc_per_node": "cluster.gpus_per_node",
     "price": "cluster.gpu.price_per_hour", "memory": "cluster.gpu.memory_gib", "output_dir": "run.directory",
     "save_steps": "checkpoint.every_steps", "save_interval": "checkpoint.every_steps",
@@ -55,12 +58,11 @@ def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:
     choices = list(known)
     folded = {choice.lower().replace("-", "_"): choice for choice in choices}
     wanted = word.lower().replace("-", "_")
-    close = [folded[match] for match in difflib.get_close_matches(wanted, list(folded), n=count, cutoff=0.6)]
+    close = [choice for form, choice in folded.items() if len(wanted) >= 3 and form.startswith(wanted)]
+    close += [folded[match] for match in difflib.get_close_matches(wanted, list(folded), n=count, cutoff=0.6)]
     if len(wanted) >= 3:
-        close += [
-            choice for form, choice in folded.items() if (wanted in form or form in wanted) and choice not in close
-        ]
-    return close[:count]
+        close += [choice for form, choice in folded.items() if wanted in form or form in wanted]
+    return list(dict.fromkeys(close))[:count]
 
 
 def nearest_keys(key: str, known: Sequence[str], count: int = 3) -> list[str]:

@@ -1,6 +1,6 @@
 """Rules between fields that need no plan. One function a rule; each returns its problems and changes nothing.
 
-Divisibility, memory and placement are not here: `plan/` knows what a plan needs.
+Batch arithmetic, divisibility, memory and placement are not here: `plan/validate/` knows what a plan needs.
 """
 
 from __future__ import annotations
@@ -14,47 +14,6 @@ from orchestrator.errors import Problem
 def problems_of(config: RunConfig) -> tuple[Problem, ...]:
     """Everything that a well-typed configuration says and cannot mean."""
     return tuple(problem for rule in RULES for problem in rule(config))
-
-
-def _length_is_given_once(config: RunConfig) -> Iterator[Problem]:
-    steps, tokens = config.training.steps, config.training.tokens
-    if steps is None and tokens is None:
-        yield Problem(
-            "training.steps",
-            "Neither training.steps nor training.tokens says how long to train.",
-            "Give one of them, for example training.steps=1000.",
-        )
-    elif steps is not None and tokens is not None:
-        yield Problem(
-            "training.steps",
-            f"Both training.steps={steps} and training.tokens={tokens} say how long to train.",
-            "Set one of them to null.",
-        )
-
-
-def _sequence_fits_the_positions(config: RunConfig) -> Iterator[Problem]:
-    length, limit = config.training.sequence_length, config.model.max_position_embeddings
-    if length > limit:
-        yield Problem(
-            "training.sequence_length",
-            f"{length} tokens are asked for, but model.max_position_embeddings={limit}.",
-            f"Use at most {limit}, or a model with more positions.",
-        )
-
-
-def _text_needs_a_path(config: RunConfig) -> Iterator[Problem]:
-    if config.data.source == "text" and config.data.path is None:
-        yield Problem(
-            "data.path",
-            "data.source=text reads files, but no path is given.",
-            "Give data.path=FOLDER, a file or a glob.",
-        )
-    if config.data.source != "text" and config.data.path is not None:
-        yield Problem(
-            "data.path",
-            f"data.path={config.data.path} is given, but data.source={config.data.source} does not read it.",
-            "Add data=text, or leave data.path out.",
-        )
 
 
 def _schedule_fits_the_length(config: RunConfig) -> Iterator[Problem]:
@@ -77,27 +36,14 @@ def _schedule_fits_the_length(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _v100_class_has_no_bf16(config: RunConfig) -> Iterator[Problem]:
-    gpu, precision = config.cluster.gpu, config.training.precision
-    peaks = gpu.peak_tflops
-    if (
-        config.cluster.device == "cuda"
-        and precision.startswith("bf16")
-        and peaks.bf16 is None
-        and peaks.fp16 is not None
-    ):
+def _settings_of_the_chosen_optimizer(config: RunConfig) -> Iterator[Problem]:
+    if config.optimizer.name == "adamw" and config.optimizer.momentum != 0:
         yield Problem(
-            "training.precision",
-            f"{precision} is asked for, but {gpu.name} has no BF16 (cluster.gpu.peak_tflops.bf16 is null, fp16 is not).",
-            "Use training.precision=fp16_mixed or fp32, or another GPU.",
+            "optimizer.momentum",
+            f"optimizer.momentum={config.optimizer.momentum:g} belongs to sgd, but optimizer.name=adamw has its betas.",
+            "Set optimizer.betas, or choose optimizer=sgd.",
         )
 
 
-RULES = (
-    _length_is_given_once,
-    _sequence_fits_the_positions,
-    _text_needs_a_path,
-    _schedule_fits_the_length,
-    _v100_class_has_no_bf16,
-)
+RULES = (_schedule_fits_the_length, _settings_of_the_chosen_optimizer)
 """Every rule, in the order in which problems are listed."""

@@ -1,7 +1,7 @@
 """The one typed schema. `config.compose` fills it, everything else reads it.
 
-A section's fields, units and meanings are the docstrings under them; `--help` prints the same text. Rules between fields
-live in `plan/`, which knows what a plan needs; nothing here computes or changes a value.
+A section's fields, units and meanings are the docstrings under them; `--help` prints the same text. Rules between
+fields live in `validate.py` and in `plan/`, which knows what a plan needs; nothing here computes or changes a value.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What every section of the schema shares: frozen, no unknown keys, a docstring under each field.
 
-Numbers are read leniently where YAML and Hydra are lenient (`1e12` is a float in both) and strictly where they surprise:
-a boolean is never a number, and a float with a fraction is never an integer.
+Numbers are read leniently where YAML and Hydra are lenient (`1e12` is a float in both) and strictly where they
+surprise: a boolean is never a number, and a float with a fraction is never an integer.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class ModelConfig(Section):
     """Sizes of the model. Nothing here changes with the parallel plan."""
 
     family: Literal["llama", "gpt"] = "llama"
-    """`llama`: RMSNorm, rotary positions, SwiGLU, grouped-query attention; `gpt`: LayerNorm, learned positions, GELU, biases."""
+    """`llama`: RMSNorm, rotary positions, SwiGLU, grouped queries; `gpt`: LayerNorm, learned positions, GELU, bias."""
     hidden_size: Count
     """Width of the residual stream, in features."""
     intermediate_size: Count

@@ -1,4 +1,4 @@
-"""`parallel.*`: how the training is split. Every value here is a matter of speed and memory, never of what is learned."""
+"""`parallel.*`: how the training is split. Every value here is a matter of speed and memory, not of what is learned."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ParallelConfig(Section):
     context: Count = 1
     """GPUs that share each sequence."""
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """What data-parallel ranks share instead of copying: 0 nothing (DDP), 1 optimizer, 2 also gradients, 3 also parameters."""
+    """What data-parallel ranks share, not copy: 0 nothing (DDP), 1 optimizer, 2 also gradients, 3 also parameters."""
     zero_group: Count | Literal["auto"] = "auto"
     """Ranks that share one sharded copy; `auto`: all data x context ranks; fewer is hybrid sharding."""
     offload: Literal["none", "all"] = "none"

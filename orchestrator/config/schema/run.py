@@ -1,8 +1,10 @@
-"""`run.* data.* checkpoint.* tracking.* fault_tolerance.*`: where things come from and go to, and what is done when they fail."""
+"""`run data checkpoint tracking fault_tolerance`: where things come from and go, and what is done when they fail."""
 
 from __future__ import annotations
 
 from typing import Literal
+
+from pydantic import Field
 
 from orchestrator.config.schema.base import Count, CountOrZero, Fraction, Positive, PositiveOrZero, Section
 
@@ -11,7 +13,7 @@ class RunSection(Section):
     """Name and place of the run."""
 
     name: str | None = None
-    """Name of the run and of its folder; null: the experiment's name and a short hash of all that changes what is learned."""
+    """Name of the run and of its folder; null: the experiment's and a short hash of what changes what is learned."""
     directory: str = "runs"
     """Folder in which each run has a folder of its own name."""
     experiment: str = "quickstart"
@@ -22,7 +24,7 @@ class DataConfig(Section):
     """What is learned from."""
 
     source: Literal["python_stdlib", "text", "synthetic"] = "python_stdlib"
-    """`python_stdlib`: the source of Python's standard library; `text`: files at `path`; `synthetic`: random tokens, for benchmarks."""
+    """`python_stdlib`: the source of Python's standard library; `text`: files at `path`; `synthetic`: random tokens."""
     path: str | None = None
     """`text`: a file, a folder (every file below it) or a glob, UTF-8 text."""
     tokenizer: str = "bytes"
@@ -61,7 +63,7 @@ class TrackingConfig(Section):
     """Name of the MLflow experiment."""
     run_name: str | None = None
     """Name of the MLflow run; null: the run's name."""
-    tags: dict[str, str] = {}
+    tags: dict[str, str] = Field(default_factory=dict)
     """Tags of the MLflow run."""
 
 

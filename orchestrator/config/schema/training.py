@@ -19,11 +19,13 @@ class TrainingConfig(Section):
     micro_batch_size: Count = 1
     """Sequences that one rank computes at a time; the number of accumulation steps follows."""
     steps: Count | None = None
-    """Optimizer steps; null: as many as `tokens` needs."""
+    """Optimizer steps; null: as many as `tokens` needs. Given on the command line, it replaces a file's `tokens`."""
     tokens: Count | None = None
-    """Tokens to train on, rounded up to whole steps; null: `steps` decides."""
+    """Tokens to train on, rounded up to whole steps; null: `steps` decides. Given on the command line, it replaces
+    a file's `steps`."""
     precision: Precision = "bf16_mixed"
-    """`fp32`; `bf16_mixed`: BF16 compute, FP32 master weights and reduction; `bf16_pure`: all 2 bytes; `fp16_mixed`: with loss scaling."""
+    """`fp32`; `bf16_mixed`: BF16 compute, FP32 master weights and reduction; `bf16_pure`: all 2 bytes; `fp16_mixed`:
+    with loss scaling."""
     gradient_clip: Positive | None = 1.0
     """Largest norm of the whole gradient; null: not clipped."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
