@@ -2,7 +2,7 @@
 
 A bigram model with add-k smoothing, p(b | a) = (count(a b) + k) / (count(a) + k V), on the same tokens: pairs are
 counted in the training split, k is chosen on a part of it that is held out, and the loss is taken over exactly the
-targets that a validation of the engine reads (`dataset.validation_ids`). Corpora too large to count at once get a reason instead.
+targets that a validation of the engine reads (`dataset.validation_ids`). Corpora too large to count get a reason.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Everything that is wrong with the data, found before anything starts.
 
-Quick for any corpus: what is cached is not read again, one of up to 32 MiB is read whole, so what is said of it is
-exact; of a larger one the listing, the tokenizer and the beginnings of some files are looked at, and the rest is refused
-with the same words when the cache is built. Writes nothing but the cache's empty folder.
+Quick for any corpus: what is cached is not read again; one of up to 32 MiB is read whole, so what is said of it is
+exact; of a larger one the listing, the tokenizer and the beginnings of some files are looked at, and the rest is
+refused with the same words when the cache is built. Writes nothing but the cache's empty folder.
 """
 
 from __future__ import annotations

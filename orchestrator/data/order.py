@@ -104,7 +104,7 @@ def _feistel(values: _Words, keys: _Words, rows: int, columns: int) -> _Words:
 def _round_keys(seed: int, epochs: Ids) -> _Words:
     """Keys of all rounds for every point, shape [rounds, points]."""
     base = _mix(np.full(1, seed & 0xFFFF_FFFF_FFFF_FFFF, dtype=np.uint64))
-    by_epoch = _mix(base ^ _mix(epochs.astype(np.uint64)))
+    by_epoch = _mix(base ^ epochs.astype(np.uint64))
     rounds = _mix(np.arange(1, _ROUNDS + 1, dtype=np.uint64))
     return _mix(by_epoch[None, :] ^ rounds[:, None])
 
