@@ -1,4 +1,4 @@
-"""The `llama` family in Hugging Face's words (LLaMA, Mistral, Qwen2): weights' names and `config.json`, both ways. Pure.
+"""The `llama` family in Hugging Face's words (LLaMA, Mistral, Qwen2): names and `config.json`, both ways; pure.
 
 Refuses each value that `module.py` does not compute. The words (`ForeignWeight`, `ImportedSizes`) are in
 `models/huggingface.py`.
