@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 from models.registry import family
 from models.spec import ModelSizes, ParameterSpec
@@ -85,7 +86,7 @@ def part_elements(weights: tuple[Weight, ...], tensor: int = 1, shards: int = 1)
 def stage_elements(
     architecture: Architecture, layers: int, first: bool, last: bool, tensor: int = 1, shards: int = 1
 ) -> int:
-    """Elements of a run of `layers` blocks, with the embedding if `first` and the head if `last`, on the fullest rank."""
+    """Elements of `layers` blocks, with the embedding if `first` and the head if `last`, on the fullest rank."""
     total = layers * part_elements(architecture.block, tensor, shards)
     if first:
         total += part_elements(architecture.embedding, tensor, shards)
@@ -102,11 +103,12 @@ def _weights(specs: tuple[ParameterSpec, ...], part: str, layer: int | None) -> 
 
 def architecture_of(sizes: ModelSizes) -> Architecture:
     """The architecture of a configured model, from the parameter specifications of its family."""
-    return _architecture(sizes)
+    hashable: Any = sizes  # a frozen section of the configuration
+    return _architecture(hashable)
 
 
 @lru_cache(maxsize=64)
-def _architecture(sizes: ModelSizes) -> Architecture:
+def _architecture(sizes: Any) -> Architecture:
     specs = family(sizes.family).parameter_specs(sizes)
     head_dim = sizes.head_dim or sizes.hidden_size // sizes.num_attention_heads
     return Architecture(

@@ -14,6 +14,7 @@ from models.spec import flops_per_token, parameter_count
 from orchestrator.config.schema import RunConfig
 from orchestrator.errors import Problem
 from orchestrator.plan import batch
+from orchestrator.plan.cost import cost_plan, step_time
 from orchestrator.plan.facts import Facts, derive
 from orchestrator.plan.fit import fit_problems
 from orchestrator.plan.inventory import uniform_cluster
@@ -108,7 +109,11 @@ def _priced(plan: RunPlan, facts: Facts, parallel: ParallelFacts) -> RunPlan:
     warnings = list(plan.warnings)
     if memory.peak_bytes is None:
         warnings.append("Activations, logits and buffers are not computed; the total memory is therefore null.")
-    warnings.append("Time, traffic and cost are not computed.")
+    time, traffic = step_time(uniform, parallel, profile)
+    if time.step_seconds is None:
+        warnings.append(
+            f"Time is not computed: {config.cluster.gpu.name} lacks a rate that it needs (peak or bandwidth)."
+        )
     if not profile.calibrated:
         warnings.append(f"Profile {profile.name!r} is not yet confirmed by measurements of the engine.")
     if batch.steps_of(config.training) is None:
@@ -116,6 +121,9 @@ def _priced(plan: RunPlan, facts: Facts, parallel: ParallelFacts) -> RunPlan:
     return replace(
         plan,
         memory=memory,
+        time=time,
+        traffic=traffic,
+        cost=cost_plan(uniform, parallel, time),
         ranks=place_ranks(degrees, facts.inventory),
         problems=fit_problems(uniform, memory),
         warnings=tuple(warnings),

@@ -13,24 +13,8 @@ from orchestrator.plan.architecture import Architecture, architecture_of
 from orchestrator.plan.profiles import SystemProfile
 from orchestrator.plan.run_plan import ParallelFacts, RankMemory
 from orchestrator.plan.stages import stages_of_rank
-from orchestrator.plan.states import StateMemory, rank_elements, state_memory
-
-
-def moments_share(config: RunConfig) -> float:
-    """Optimizer state relative to Adam's two moments: SGD keeps one with momentum and none without."""
-    if config.optimizer.name == "adamw":
-        return 1.0
-    return 0.5 if config.optimizer.momentum > 0 else 0.0
-
-
-def held_stages(parallel: ParallelFacts, pipeline_rank: int) -> tuple[tuple[int, bool, bool], ...]:
-    """(layers, holds embedding, holds head) of every virtual stage of a pipeline rank."""
-    last = len(parallel.stage_layers) - 1
-    numbers = stages_of_rank(pipeline_rank, parallel.pipeline, parallel.virtual_stages, parallel.schedule)
-    return tuple(
-        (parallel.stage_layers[stage][1] - parallel.stage_layers[stage][0], stage == 0, stage == last)
-        for stage in numbers
-    )
+from orchestrator.plan.states import StateMemory, held_stages, rank_elements, state_memory
+from orchestrator.plan.work import moments_share
 
 
 def rank_states(

@@ -1,4 +1,4 @@
-"""`SystemProfile`: what a training system keeps, gathers, recomputes and overlaps; the planner computes for one of them.
+"""`SystemProfile`: what a training system keeps, gathers and overlaps; the planner computes for one of them.
 
 The product uses only `ours`, which describes what `engine/` does. The others describe published systems, so that the
 planner's arithmetic can be judged against published tables; no option selects them. Each states its source. Bytes are
@@ -22,7 +22,7 @@ class StateBytes:
     weights: float
     """Weights in compute precision that are kept between steps; shared from ZeRO stage 3 on."""
     master: float
-    """Weights that the optimizer updates, where they are not the former; shared from stage 1 on; counted as parameters."""
+    """Weights that the optimizer updates, where they are not the former; shared from stage 1 on; parameters."""
     gradients: float
     """Gradients as they are accumulated; shared from stage 2 on."""
     moments: float
@@ -45,12 +45,32 @@ class SystemProfile:
     """Whether the weights that are kept are the master weights, and compute copies are gathered from them (FSDP)."""
     full_gradients_under_pipeline: bool
     """Whether gradients stay whole between micro-batches of a pipeline although the stage shares them."""
+    fused_kernels: bool
+    """Whether elementwise operations are fused (compiled, or written by hand)."""
+    fused_attention: bool
+    """Whether flash attention is written for the GPU's generation (cuDNN, Transformer Engine)."""
+    overlaps_data: bool
+    """Whether gathers and reductions of weights and gradients run beside computation."""
+    overlaps_tensor: bool
+    """Whether tensor-parallel collectives run beside matrix products."""
+    overlaps_context: bool
+    """Whether context-parallel exchange runs beside attention."""
+    scatters_boundary: bool
+    """Whether tensor ranks send only their part of the stream to the next stage."""
+    reduces_each_micro_batch: bool
+    """Whether gradients are reduced after each micro-batch (from stage 2 on) instead of once a step."""
+    wire_gradients: float | None
+    """Bytes of a gradient element in a reduction; None: as accumulated."""
     reserve_share: float
     """Share of all other categories that the allocator needs on top (fragmentation)."""
     context_bytes: int
     """CUDA context, NCCL buffers and library workspaces."""
     calibrated: bool
     source: str
+
+    def reduced_bytes(self, precision: str) -> float:
+        """Bytes of a gradient element in a reduction."""
+        return self.bytes_of(precision).gradients if self.wire_gradients is None else self.wire_gradients
 
     def bytes_of(self, precision: str) -> StateBytes:
         """State bytes of a precision.
@@ -89,6 +109,14 @@ PROFILES: Mapping[str, SystemProfile] = {
         attention="flash",
         master_gathered=True,
         full_gradients_under_pipeline=False,
+        fused_kernels=False,
+        fused_attention=True,
+        overlaps_data=True,
+        overlaps_tensor=False,
+        overlaps_context=False,
+        scatters_boundary=False,
+        reduces_each_micro_batch=True,
+        wire_gradients=None,
         reserve_share=0.04,
         context_bytes=1 * _GIB,
         calibrated=False,
@@ -100,6 +128,14 @@ PROFILES: Mapping[str, SystemProfile] = {
         attention="unfused",
         master_gathered=False,
         full_gradients_under_pipeline=False,
+        fused_kernels=False,
+        fused_attention=False,
+        overlaps_data=True,
+        overlaps_tensor=False,
+        overlaps_context=False,
+        scatters_boundary=True,
+        reduces_each_micro_batch=False,
+        wire_gradients=None,
         reserve_share=0.0,
         context_bytes=0,
         calibrated=True,

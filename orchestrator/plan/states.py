@@ -12,6 +12,8 @@ from functools import lru_cache
 
 from orchestrator.plan.architecture import Architecture, part_elements, stage_elements
 from orchestrator.plan.profiles import StateBytes
+from orchestrator.plan.run_plan import ParallelFacts
+from orchestrator.plan.stages import stages_of_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,16 @@ class StateMemory:
     def persistent(self) -> int:
         """Parameters + gradients + optimizer on the GPU."""
         return self.parameters + self.gradients + self.optimizer
+
+
+def held_stages(parallel: ParallelFacts, pipeline_rank: int) -> tuple[tuple[int, bool, bool], ...]:
+    """(layers, holds embedding, holds head) of every virtual stage of a pipeline rank."""
+    last = len(parallel.stage_layers) - 1
+    numbers = stages_of_rank(pipeline_rank, parallel.pipeline, parallel.virtual_stages, parallel.schedule)
+    return tuple(
+        (parallel.stage_layers[stage][1] - parallel.stage_layers[stage][0], stage == 0, stage == last)
+        for stage in numbers
+    )
 
 
 @lru_cache(maxsize=65536)

@@ -1,0 +1,64 @@
+"""Time of one collective from its payload, its group and the slowest link of the group.
+
+Rings inside a node use NVLink; a group over several nodes is as fast as the network of all its ranks on one node,
+because hierarchical rings use every network card of the group there. Bandwidth falls for small payloads through the
+latency term. Groups that run at the same time do not slow each other: each GPU has a network share of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log2
+from typing import Literal
+
+from orchestrator.plan.constants import COLLECTIVE_LATENCY_SECONDS, NETWORK_LATENCY_SECONDS, Fitted
+from orchestrator.plan.device import Device
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks of one collective and where they lie."""
+
+    ranks: int
+    stride: int
+    """Distance between neighbours in GPU numbering: tensor groups 1, data groups tensor x ... ."""
+
+    def nodes(self, gpus_per_node: int) -> int:
+        """Nodes that the group touches."""
+        return -(-self.ranks // self.ranks_per_node(gpus_per_node))
+
+    def ranks_per_node(self, gpus_per_node: int) -> int:
+        """Ranks of the group on one node."""
+        return max(1, min(self.ranks, gpus_per_node // self.stride))
+
+
+def bus_rate(group: Group, device: Device, fitted: Fitted) -> float | None:
+    """Bytes per second that a ring of the group carries; None when the link's rate is not known."""
+    if group.ranks == 1:
+        return float("inf")
+    per_node = group.ranks_per_node(device.gpus_per_node)
+    inside = None if device.node_rate is None else device.node_rate * fitted.nvlink_share
+    if group.nodes(device.gpus_per_node) == 1:
+        return inside
+    if device.network_rate is None:
+        return None
+    outside = device.network_rate * fitted.network_share * per_node
+    return outside if per_node == 1 or inside is None else min(inside, outside)
+
+
+def collective_seconds(
+    kind: Kind, payload_bytes: float, calls: float, group: Group, device: Device, fitted: Fitted
+) -> float | None:
+    """Seconds of `calls` collectives that move `payload_bytes` in all (the whole, unsharded payload of the group)."""
+    if group.ranks == 1 or not calls:
+        return 0.0
+    rate = bus_rate(group, device, fitted)
+    if rate is None:
+        return None
+    rounds = 2 if kind == "all_reduce" else 1
+    nodes = group.nodes(device.gpus_per_node)
+    latency = COLLECTIVE_LATENCY_SECONDS + NETWORK_LATENCY_SECONDS * (log2(nodes) if nodes > 1 else 0.0)
+    moved = payload_bytes * (group.ranks - 1) / group.ranks
+    return rounds * (moved / rate + calls * latency)

@@ -1,0 +1,152 @@
+"""What one GPU sends in a step: payloads, calls and groups of every kind of communication.
+
+`Transfer.whole_bytes` is the whole payload of a collective, from which its time follows; `input_bytes` is what a rank
+hands in, which is what `plan.traffic` reports. Times and overlap are `step_seconds.py`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.plan.collectives import Group, Kind
+from orchestrator.plan.profiles import SystemProfile
+from orchestrator.plan.stages import stages_of_rank
+from orchestrator.plan.states import StageElements
+from orchestrator.plan.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Calls of one collective within a step."""
+
+    kind: Kind
+    whole_bytes: float
+    """Whole payload of all calls."""
+    calls: float
+    group: Group
+
+    @property
+    def input_bytes(self) -> float:
+        """What the rank hands in: its shard of a gather, everything otherwise."""
+        return self.whole_bytes / self.group.ranks if self.kind == "all_gather" else self.whole_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DataTransfers:
+    """Traffic of data parallelism and ZeRO in one step, by the phase whose computation can hide it."""
+
+    forward: tuple[Transfer, ...]
+    backward: tuple[Transfer, ...]
+    after: tuple[Transfer, ...]
+    """After the last backward pass, hidden by nothing."""
+
+    @property
+    def all(self) -> tuple[Transfer, ...]:
+        """Every transfer."""
+        return (*self.forward, *self.backward, *self.after)
+
+
+def stream_bytes(work: Work) -> float:
+    """The residual stream of one micro-batch, whole."""
+    return float(work.tokens) * work.architecture.hidden * work.activation_bytes
+
+
+def data_transfers(work: Work, profile: SystemProfile, elements: StageElements, layers: int) -> DataTransfers:
+    """Gathers and reductions of the weights and gradients that a rank holds."""
+    facts = work.parallel
+    whole = Group(facts.data * facts.context, facts.tensor)
+    if whole.ranks == 1:
+        return DataTransfers((), (), ())
+    units = layers + 2.0
+    reduced = elements.whole * profile.reduced_bytes(work.precision)
+    forward, backward = (
+        ((), (Transfer("all_reduce", reduced, units, whole),))
+        if facts.zero_stage == 0
+        else _shared_transfers(work, profile, elements, units, reduced)
+    )
+    if profile.overlaps_data:
+        return DataTransfers(forward, backward, ())
+    return DataTransfers((), (), (*forward, *backward))
+
+
+def _shared_transfers(
+    work: Work, profile: SystemProfile, elements: StageElements, units: float, reduced: float
+) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+    """(forward, backward) transfers of ZeRO stages 1 to 3.
+
+    Stage 3 gathers every unit for each forward and each backward pass, stages 1 and 2 once a step; gradients are
+    reduced once a step, or after each micro-batch where the system keeps them shared between micro-batches.
+    """
+    facts = work.parallel
+    state, shard = profile.bytes_of(work.precision), Group(facts.zero_group, facts.tensor)
+    times = facts.micro_batches
+    reductions = times if facts.zero_stage >= 2 and profile.reduces_each_micro_batch else 1
+    backward: list[Transfer] = [Transfer("reduce_scatter", reduced * reductions, units * reductions, shard)]
+    if facts.replicate > 1:
+        replicas = Group(facts.replicate, facts.tensor * facts.zero_group)
+        backward.append(Transfer("all_reduce", reduced / facts.zero_group, units, replicas))
+    gathered = elements.whole * (state.gathered or state.weights)
+    if facts.zero_stage < 3:
+        return (Transfer("all_gather", gathered, units, shard),), tuple(backward)
+    each = Transfer("all_gather", gathered * times, units * times, shard)
+    return (each,), (each, *backward)
+
+
+def tensor_transfers(work: Work, layers: int, ends: int) -> tuple[Transfer, ...]:
+    """Collectives of tensor parallelism: two pairs a block forward and backward, again for recomputed blocks, one at
+    each end. A pair is an all-reduce, or with sequence parallelism a gather and a reduce-scatter."""
+    tensor = work.parallel.tensor
+    if tensor == 1:
+        return ()
+    repeated = {"none": 0.0, "attention": 0.0, "operators": 0.0, "layers": 0.5, "full": 1.0}[work.recompute]
+    pairs = (layers * (4.0 + 2.0 * repeated) + ends) * work.parallel.micro_batches
+    payload, group = pairs * stream_bytes(work), Group(tensor, 1)
+    if work.sequence_parallel:
+        return (
+            Transfer("all_gather", payload, pairs, group),
+            Transfer("reduce_scatter", payload, pairs, group),
+        )
+    return (Transfer("all_reduce", payload, pairs, group),)
+
+
+def context_transfers(work: Work, layers: int) -> tuple[Transfer, ...]:
+    """Keys and values of the whole sequence gathered in each block, their gradients scattered back."""
+    context, tensor = work.parallel.context, work.parallel.tensor
+    if context == 1:
+        return ()
+    model = work.architecture
+    width = 2.0 * model.key_value_heads * model.head_dim / tensor
+    repeated = {"none": 0.0, "attention": 1.0, "operators": 1.0, "layers": 0.5, "full": 1.0}[work.recompute]
+    calls = float(layers * work.parallel.micro_batches)
+    payload = work.tokens * context * width * work.activation_bytes * calls
+    group = Group(context, tensor)
+    return (
+        Transfer("all_gather", payload * (1.0 + repeated), calls * (1.0 + repeated), group),
+        Transfer("reduce_scatter", payload, calls, group),
+    )
+
+
+def boundary_bytes(work: Work, profile: SystemProfile) -> float:
+    """What a stage sends to the next for one micro-batch."""
+    split = work.sequence_parallel or profile.scatters_boundary
+    return stream_bytes(work) / (work.parallel.tensor if split else 1)
+
+
+def boundary_sends(work: Work, pipeline_rank: int) -> int:
+    """Sends of a pipeline rank in a step: outputs to the next stage, gradients to the one before, where those are on
+    another rank."""
+    facts = work.parallel
+    last, sends = facts.pipeline * facts.virtual_stages - 1, 0
+    own = stages_of_rank(pipeline_rank, facts.pipeline, facts.virtual_stages, facts.schedule)
+    for stage in own:
+        sends += int(stage < last and stage + 1 not in own) + int(stage > 0 and stage - 1 not in own)
+    return sends * facts.micro_batches
+
+
+def host_transfer(work: Work, profile: SystemProfile, elements: StageElements) -> Transfer:
+    """States in host memory: each micro-batch fetches the rank's share of the weights for forward and for backward and
+    returns its gradients."""
+    state = profile.bytes_of(work.precision)
+    each = elements.shared * (2.0 * (state.master or state.weights) + state.gradients)
+    count = work.parallel.micro_batches
+    return Transfer("reduce_scatter", each * count, 3.0 * count, Group(1, 1))

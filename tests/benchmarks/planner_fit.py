@@ -1,0 +1,139 @@
+"""Fitting of the planner's numbers to measured step times: damped least squares on the logarithm of the error.
+
+Every number is positive and is fitted as its logarithm, pulled weakly towards where it starts, with errors beyond a
+bound counted linearly (Huber), so that no single row drags the fit. `leave_out` refits without each configuration in
+turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestrator.plan.constants import Fitted
+
+Array = NDArray[np.float64]
+Predict = Callable[[Fitted], Array]
+"""Logarithm of the predicted quantity of every row under given numbers."""
+
+NAMES = tuple(field.name for field in fields(Fitted))
+HUBER = 0.12
+"""Log error up to which a row counts quadratically."""
+PULL = 0.35
+"""Weight of a number's distance (in logarithms) from its start, relative to a row's error."""
+SHARES = frozenset(name for name in NAMES if name.endswith(("_share", "_hidden", "_exposed", "_loss")))
+"""Numbers that stay between 0 and 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Fitted numbers and the predictions' derivatives there."""
+
+    values: Fitted
+    jacobian: Array
+    """[rows, numbers], by logarithm."""
+    predicted: Array
+    """Logarithms [rows]."""
+
+
+def to_logs(values: Fitted) -> Array:
+    """Logarithms of the numbers, in the order of `NAMES`."""
+    logs: Array = np.log(np.array([getattr(values, name) for name in NAMES], dtype=np.float64))
+    return logs
+
+
+def from_logs(logs: Array, like: Fitted) -> Fitted:
+    """The numbers again; shares are kept below 1."""
+    found = {name: float(np.exp(log)) for name, log in zip(NAMES, logs, strict=True)}
+    return replace(like, **{name: min(value, 0.98) if name in SHARES else value for name, value in found.items()})
+
+
+def linearise(predict: Predict, values: Fitted, step: float = 0.02) -> Fit:
+    """Predictions and their derivatives by the logarithm of each number."""
+    logs, predicted = to_logs(values), predict(values)
+    columns: list[Array] = []
+    for index in range(len(NAMES)):
+        moved = logs.copy()
+        moved[index] += step
+        changed = from_logs(moved, values)
+        taken = float(to_logs(changed)[index] - logs[index])
+        if abs(taken) < step / 2:
+            moved[index] = logs[index] - step
+            changed, taken = from_logs(moved, values), -step
+        column: Array = (predict(changed) - predicted) / taken
+        columns.append(column)
+    jacobian: Array = np.stack(columns, axis=1)
+    return Fit(values, jacobian, predicted)
+
+
+def huber_cost(errors: Array, logs: Array, start: Array, weights: Array) -> float:
+    """What the fit minimises."""
+    size = np.abs(errors)
+    rows = np.where(size <= HUBER, 0.5 * errors**2, HUBER * (size - 0.5 * HUBER))
+    return float((weights * rows).sum() + 0.5 * PULL**2 * HUBER**2 * ((logs - start) ** 2).sum())
+
+
+def improve(fit: Fit, measured: Array, weights: Array, start: Array, damping: float) -> Array:
+    """Logarithms after one damped Gauss-Newton step."""
+    errors = fit.predicted - measured
+    robust = weights * np.minimum(1.0, HUBER / np.maximum(np.abs(errors), 1e-9))
+    logs = to_logs(fit.values)
+    pull = PULL**2 * HUBER**2
+    weighted = fit.jacobian * robust[:, None]
+    normal = fit.jacobian.T @ weighted + (pull + damping) * np.eye(len(logs))
+    gradient = weighted.T @ errors + pull * (logs - start)
+    step: Array = np.linalg.solve(normal, -gradient).astype(np.float64)
+    return logs + np.clip(step, -0.7, 0.7)
+
+
+def fit_all(predict: Predict, measured: Array, weights: Array, start: Fitted, rounds: int = 30) -> Fit:
+    """Fit to every row."""
+    origin = to_logs(start)
+    fit = linearise(predict, start)
+    cost = huber_cost(fit.predicted - measured, origin, origin, weights)
+    damping = 0.03
+    for _ in range(rounds):
+        candidate = from_logs(improve(fit, measured, weights, origin, damping), start)
+        errors = predict(candidate) - measured
+        new = huber_cost(errors, to_logs(candidate), origin, weights)
+        if new < cost:
+            done = cost - new < 1e-5 * cost
+            fit, cost, damping = linearise(predict, candidate), new, damping / 3
+            if done:
+                break
+        else:
+            damping *= 4
+            if damping > 100:
+                break
+    return fit
+
+
+def leave_out(
+    fit: Fit, predict: Predict, measured: Array, weights: Array, start: Fitted, groups: Sequence[str]
+) -> Array:
+    """Predictions (logarithms) of every row by numbers that were fitted without the row's configuration.
+
+    The full fit is linearised once; each configuration's numbers follow from a step without its rows, checked and
+    halved until the remaining rows do not fit worse than before.
+    """
+    origin, labels = to_logs(start), np.array(groups)
+    held_out = np.empty_like(measured)
+    for label in dict.fromkeys(groups):
+        out = labels == label
+        kept = np.where(out, 0.0, weights)
+        logs = to_logs(fit.values)
+        before = huber_cost(fit.predicted - measured, logs, origin, kept)
+        step = improve(fit, measured, kept, origin, 1e-3) - logs
+        predicted = fit.predicted
+        for _ in range(4):
+            tried = from_logs(logs + step, start)
+            result = predict(tried)
+            if huber_cost(result - measured, to_logs(tried), origin, kept) <= before:
+                predicted = result
+                break
+            step = step / 2
+        held_out[out] = predicted[out]
+    return held_out
