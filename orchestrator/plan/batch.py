@@ -50,9 +50,12 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(low + high[::-1])
 
 
-def nearest(value: int, allowed: Iterable[int], count: int = 2) -> tuple[int, ...]:
-    """The `count` allowed values closest to `value`, ascending."""
-    return tuple(sorted(sorted(set(allowed), key=lambda other: (abs(other - value), other))[:count]))
+def nearest(value: int, allowed: Iterable[int]) -> tuple[int, ...]:
+    """The closest allowed value below (or equal) and above `value`, ascending; one of them may not exist."""
+    choices = sorted(set(allowed))
+    below = [choice for choice in choices if choice <= value][-1:]
+    above = [choice for choice in choices if choice > value][:1]
+    return tuple(below + above)
 
 
 def nearest_multiples(value: int, unit: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from orchestrator.errors import Problem
 from orchestrator.plan.batch import divisors, nearest, nearest_multiples
 from orchestrator.plan.facts import Facts
+from orchestrator.plan.validate.size_rules import LARGEST_WORLD
 from orchestrator.plan.validate.wording import one_of
 
 
@@ -16,6 +17,8 @@ def batch_divides(facts: Facts) -> Iterator[Problem]:
         return
     if facts.gpus is not None and facts.data * facts.fixed > facts.gpus:
         return  # the data degree itself is about to change
+    if facts.data * facts.fixed > LARGEST_WORLD:
+        return
     training, data = facts.config.training, facts.data
     whole, micro = training.global_batch_size, training.micro_batch_size
     fixes = [f"training.global_batch_size={one_of(nearest_multiples(whole, micro * data))}"]

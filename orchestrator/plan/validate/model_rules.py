@@ -62,22 +62,9 @@ def sequence_fits_positions(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def rope_scaling_is_ordered(facts: Facts) -> Iterator[Problem]:
-    """The `llama3` form blends between two wavelengths that must differ in the right order."""
-    scaling = facts.config.model.rope_scaling
-    if scaling is not None and scaling.rope_type == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
-        yield Problem(
-            "model.rope_scaling.low_freq_factor",
-            f"{scaling.low_freq_factor:g} is not below high_freq_factor={scaling.high_freq_factor:g}; "
-            "frequencies between the two are blended.",
-            "LLaMA 3.1 uses 1 and 4.",
-        )
-
-
 RULES = (
     heads_divide_hidden_size,
     key_value_heads_divide_heads,
     family_can_build_it,
     sequence_fits_positions,
-    rope_scaling_is_ordered,
 )

@@ -66,7 +66,7 @@ def tensor_fits_a_node(facts: Facts) -> Iterator[Problem]:
     yield Problem(
         "parallel.tensor",
         f"A tensor-parallel group of {tensor} does not fit into a node of {largest} GPUs; it never crosses nodes.",
-        f"Use parallel.tensor={one_of(_tensor_degrees(facts))} and split the rest with parallel.pipeline or parallel.data.",
+        f"Use parallel.tensor={one_of(_tensor_degrees(facts))} and split the rest with parallel.pipeline or data.",
     )
 
 
@@ -175,7 +175,7 @@ def zero_group_divides_ranks(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             "parallel.zero_group",
             f"{parallel.zero_group} does not divide data x context = {facts.data} x {parallel.context} = {ranks}.",
-            f"Use {one_of(nearest(parallel.zero_group, divisors(ranks), 3))}, or auto for {ranks}.",
+            f"Use {one_of(nearest(parallel.zero_group, divisors(ranks)))}, or auto for {ranks}.",
         )
 
 
