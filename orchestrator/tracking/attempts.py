@@ -1,7 +1,7 @@
 """Every attempt of a run, over all its commands: what `summary.json` counts executed steps from.
 
 The launcher hands its attempts over when it ends. A command that was killed never does; its attempts are then read
-from the metrics, whose rewound lines are kept for this. So the sum of `last_step - first_step + 1` is what was executed.
+from the metrics, whose rewound lines are kept for this. The sum of `last_step - first_step + 1` is what was executed.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _SAME_NAME = ("model.", "data.source", "data.path", "data.tokenizer", "data.vali
 """A run's name stands for one model and one data set, whether a run of it has finished or not."""
 
 _SAME_RUN = (*_SAME_NAME, "training.seed", "training.sequence_length", "optimizer.name")
-"""What an unfinished run also cannot go on without: its position in the data or its saved moments lose their meaning."""
+"""What an unfinished run cannot go on without either: its place in the data or its saved moments lose their meaning."""
 
 
 def learned_part(config: RunConfig) -> dict[str, Any]:
