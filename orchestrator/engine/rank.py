@@ -24,10 +24,11 @@ from orchestrator.engine.compute import describe_device, peak_memory_bytes, prep
 from orchestrator.engine.feed import Feed
 from orchestrator.engine.mesh import build_mesh
 from orchestrator.engine.rendezvous import meet
-from orchestrator.engine.resume import checkpoint_directory, resume
+from orchestrator.engine.resume import resume
 from orchestrator.engine.train import Progress, Run, note_checkpoints, train
 from orchestrator.plan.batch import steps_of
 from orchestrator.plan.rank_task import RankLink, RankTask
+from orchestrator.tracking.identity import checkpoint_directory
 from orchestrator.tracking.metrics_log import MetricsLog
 
 
@@ -88,7 +89,7 @@ def _set_up(task: RankTask, link: RankLink, timings: Timings) -> tuple[Run, Prog
         log = MetricsLog(Path(task.run_directory) / "metrics.jsonl") if task.rank == 0 else None
         resumed = resume(task, link, parts, dataset.fingerprint, log)
         writer = CheckpointWriter(
-            checkpoint_directory(task),
+            checkpoint_directory(config, task.run_directory),
             config.checkpoint.keep_last,
             config.checkpoint.asynchronous,
             protected=() if resumed.checkpoint is None else (resumed.checkpoint.path,),

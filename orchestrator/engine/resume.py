@@ -7,7 +7,6 @@ of other data. The record is rewound to the resumed step, so that each step stay
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from orchestrator.checkpoint.folder import Checkpoint, open_checkpoint
 from orchestrator.checkpoint.manifest import problems_of_resuming
@@ -17,6 +16,7 @@ from orchestrator.engine.state import state_of
 from orchestrator.engine.step import Parts
 from orchestrator.errors import Problem, RunError
 from orchestrator.plan.rank_task import RankLink, RankTask
+from orchestrator.tracking.identity import checkpoint_directory
 from orchestrator.tracking.metrics_log import MetricsLog, read_records
 
 
@@ -35,12 +35,6 @@ class Resumed:
     """Last validation loss up to that step, from the record; only rank 0 knows it."""
 
 
-def checkpoint_directory(task: RankTask) -> Path:
-    """Folder of the run's checkpoints."""
-    asked = task.plan.config.checkpoint.directory
-    return Path(task.run_directory) / "checkpoints" if asked is None else Path(asked)
-
-
 def resume(task: RankTask, link: RankLink, parts: Parts, data_fingerprint: str, log: MetricsLog | None) -> Resumed:
     """Load what the run goes on from into `parts` and rewind the record (collective).
 
@@ -52,7 +46,7 @@ def resume(task: RankTask, link: RankLink, parts: Parts, data_fingerprint: str, 
     asked = task.plan.config.checkpoint.resume
     found: Checkpoint | None = None
     if task.attempt > 1 or asked != "never":
-        found, passed_over = load_newest(checkpoint_directory(task), state_of(parts))
+        found, passed_over = load_newest(checkpoint_directory(task.plan.config, task.run_directory), state_of(parts))
         if passed_over and task.rank == 0:
             link.report({"kind": "warning", "rank": 0, "message": "\n".join(passed_over)})
     if found is None and asked not in ("auto", "never"):

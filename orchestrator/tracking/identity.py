@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from orchestrator.config.schema import RunConfig
@@ -54,6 +56,16 @@ def default_name(config: RunConfig) -> str:
     """The experiment's name and a short hash of all that changes what is learned."""
     text = json.dumps(learned_part(config), sort_keys=True, separators=(",", ":"))
     return f"{config.run.experiment}-{hashlib.sha256(text.encode()).hexdigest()[:_HASH_CHARACTERS]}"
+
+
+def checkpoint_directory(config: RunConfig, run_directory: str | os.PathLike[str]) -> Path:
+    """Folder of a run's checkpoints: `checkpoints/` in its own, or one of its name under `checkpoint.directory`.
+
+    Several runs can share `checkpoint.directory`: none takes another's checkpoints for its own.
+    """
+    run = Path(run_directory)
+    asked = config.checkpoint.directory
+    return run / "checkpoints" if asked is None else Path(asked).expanduser().absolute() / run.name
 
 
 def starts_elsewhere(values: Mapping[str, Any]) -> bool:

@@ -24,7 +24,13 @@ from orchestrator.config.schema import RunConfig
 from orchestrator.errors import ConfigError, Problem
 from orchestrator.plan.run_plan import RunPlan
 from orchestrator.tracking import attempts as attempts_file
-from orchestrator.tracking.identity import changes_between, default_name, problems_of_name, starts_elsewhere
+from orchestrator.tracking.identity import (
+    changes_between,
+    checkpoint_directory,
+    default_name,
+    problems_of_name,
+    starts_elsewhere,
+)
 from orchestrator.tracking.lock import LOCK_NAME, RunLock, problem_of_lock
 from orchestrator.tracking.metrics_log import read_records
 
@@ -42,16 +48,6 @@ def write_atomically(path: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     temporary.replace(path)
-
-
-def checkpoint_directory(config: RunConfig, run_directory: str | os.PathLike[str]) -> Path:
-    """Folder of a run's checkpoints: `checkpoints/` in its own, or one of its name under `checkpoint.directory`.
-
-    Several runs can share `checkpoint.directory`: none takes another's checkpoints for its own.
-    """
-    run = Path(run_directory)
-    asked = config.checkpoint.directory
-    return run / "checkpoints" if asked is None else Path(asked).expanduser().absolute() / run.name
 
 
 @dataclass(slots=True)
