@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except OrchestratorError as error:
         opening = "" if error.exit_code == ConfigError.exit_code else "The run failed."
-        print_problems(error.problems, opening)
+        print_problems(error.problems, opening, besides=getattr(error, "besides", 0))
         return error.exit_code
     except KeyboardInterrupt:
         print("\nStopped before anything was started; the same command starts it again.", file=sys.stderr)

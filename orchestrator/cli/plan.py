@@ -12,10 +12,10 @@ import sys
 from typing import Any
 
 from orchestrator.cli.invocation import Invocation
+from orchestrator.cli.preflight import plan_of
 from orchestrator.cli.show import print_problems
 from orchestrator.errors import ConfigError
 from orchestrator.plan.engine_rules import engine_problems
-from orchestrator.plan.make import make_plan
 from orchestrator.plan.run_plan import SCHEMA_VERSION, CostPlan, RunPlan, TimePlan, TrafficPlan
 
 HELP = """\
@@ -36,12 +36,11 @@ FLAGS = ("--json",)
 def run(invocation: Invocation) -> int:
     """Print the plan. Raises ConfigError when there is no configuration to plan."""
     try:
-        config = invocation.load()
+        plan = with_engine_warnings(plan_of(invocation))
     except ConfigError as error:
         if invocation.json:
             _print_json(_refused(error))
         raise
-    plan = with_engine_warnings(make_plan(config))
     if invocation.json:
         _print_json(plan.to_dict())
     else:
@@ -51,7 +50,8 @@ def run(invocation: Invocation) -> int:
 
         render(plan, Console())
     if not plan.feasible:
-        print_problems(plan.problems)
+        if invocation.json or not sys.stdout.isatty():  # on a terminal the page has shown them
+            print_problems(plan.problems)
         return 2
     return 0
 

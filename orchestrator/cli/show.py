@@ -13,14 +13,16 @@ from collections.abc import Iterable, Sequence
 from orchestrator.errors import Problem
 
 
-def problems_text(problems: Sequence[Problem], width: int, opening: str = "") -> str:
-    """The problems as a list: key, reason, and under an arrow what to change."""
+def problems_text(problems: Sequence[Problem], width: int, opening: str = "", besides: int = 0) -> str:
+    """The problems as a list: key, reason, and under an arrow what to change. The last `besides` stand apart."""
     count = len(problems)
     lines = [
         opening or ("1 problem; nothing was started." if count == 1 else f"{count} problems; nothing was started.")
     ]
     digits = len(str(count))
     for number, problem in enumerate(problems, start=1):
+        if besides and number == count - besides + 1:
+            lines.append("Found besides, with the settings above left out:")
         first = f"{number:>{digits}}. "
         indent = " " * len(first)
         text = f"{problem.key}: {problem.message}" if problem.key else problem.message
@@ -30,9 +32,9 @@ def problems_text(problems: Sequence[Problem], width: int, opening: str = "") ->
     return "\n".join(lines)
 
 
-def print_problems(problems: Sequence[Problem], opening: str = "") -> None:
+def print_problems(problems: Sequence[Problem], opening: str = "", besides: int = 0) -> None:
     """Print the problems to stderr."""
-    print(problems_text(problems, terminal_width(), opening), file=sys.stderr, flush=True)
+    print(problems_text(problems, terminal_width(), opening, besides), file=sys.stderr, flush=True)
 
 
 def print_warnings(warnings: Iterable[str]) -> None:

@@ -6,14 +6,14 @@ groups and options, sweeps outside `-m`, the same thing said twice, Hydra's own 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import Glob, Override, OverrideType
 from hydra.errors import HydraException
 
 from orchestrator.config import keys, locate
@@ -225,3 +225,20 @@ def _deepest_known(name: str) -> keys.Key | None:
         if found is not None:
             return found
     return None
+
+
+def sweep_values(word: str, options_of: Callable[[str], Sequence[str]]) -> tuple[str, ...] | None:
+    """The single overrides that a sweep stands for; None for a word that is no sweep (or cannot be read)."""
+    parsed = parse(word)
+    if isinstance(parsed, Problem) or not parsed.is_sweep_override():
+        return None
+    start = word.partition("=")[0]
+    pattern = parsed.value()
+    if isinstance(pattern, Glob):
+        group = _group_of_name(parsed.key_or_group)
+        return tuple(f"{start}={option}" for option in pattern.filter(list(options_of(group)))) if group else ()
+    return tuple(f"{start}={value}" for value in parsed.sweep_string_iterator())
+
+
+def _group_of_name(name: str) -> str | None:
+    return "gpu" if name == "cluster.gpu" else name if name in locate.GROUPS else None

@@ -73,7 +73,7 @@ def _wrong(name: str, given: Any, message: str, file: Path | None) -> Problem:
     if key is None:
         return Problem(name, f"{given!r} was given{where}: {message}.", "Change it.")
     reason = ""
-    if message.startswith("Value error, "):
+    if isinstance(given, float) and message.startswith("Value error, "):  # of other values the type says enough
         reason = f" ({message.removeprefix('Value error, ')})"
     hint = ""
     if isinstance(given, str):

@@ -1,0 +1,136 @@
+"""The first and the last lines of a training: what is run, how it ended, where everything lies, how to go on.
+
+The only reading done here is the corpus, for the baseline that a validation loss is compared with.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.cli.invocation import Invocation
+from orchestrator.cli.progress import span
+from orchestrator.errors import OrchestratorError
+from orchestrator.plan.batch import steps_of
+from orchestrator.plan.run_plan import RunPlan
+
+if TYPE_CHECKING:
+    from orchestrator.launch.request import LaunchOutcome
+    from orchestrator.tracking.forward import TrackingResult
+    from orchestrator.tracking.run_directory import RunDirectory
+
+
+def opening_lines(plan: RunPlan, directory: RunDirectory) -> list[str]:
+    """What is about to run, in a few lines."""
+    config, parallel, model = plan.config, plan.parallel, plan.model
+    assert parallel is not None and model is not None, "only feasible plans are run"
+    training = config.training
+    degrees = [f"{axis} {getattr(parallel, axis)}" for axis in ("data", "tensor", "pipeline", "context")]
+    used = [text for text in degrees if not text.endswith(" 1")] or ["data 1"]
+    lines = [
+        f"{directory.name}: {config.model.family}, {model.parameters:,} parameters, {training.precision}, "
+        f"on {parallel.world_size} x {config.cluster.gpu.name} ({' x '.join(used)}, ZeRO {parallel.zero_stage})",
+        f"{steps_of(training):,} steps of {training.global_batch_size} sequences of {training.sequence_length} tokens "
+        f"({parallel.data} data ranks x {parallel.micro_batches} micro-batches of {training.micro_batch_size})",
+    ]
+    if directory.continues:
+        lines.append(f"continues the unfinished run in {directory.path}")
+    lines += [
+        f"  changed since: {key} was {_shown(old)}, is {_shown(new)}" for key, (old, new) in directory.changes.items()
+    ]
+    return lines
+
+
+def closing_lines(
+    plan: RunPlan,
+    directory: RunDirectory,
+    outcome: LaunchOutcome,
+    summary: dict[str, Any],
+    tracked: TrackingResult | None,
+    invocation: Invocation,
+) -> list[str]:
+    """How it ended and where to look. The run's folder itself is printed after these."""
+    lines = ["", _verdict(summary, outcome)]
+    if outcome.status == "finished":
+        lines += loss_lines(plan, summary)
+    rows = [
+        ("checkpoint", summary["checkpoint"] or "none was saved"),
+        ("record", f"{directory.path}/summary.json, beside metrics.jsonl, plan.json, config.yaml, logs/"),
+        *_tracking_rows(directory, tracked),
+        ("to go on", how_to_continue(outcome.status, summary, plan, invocation)),
+    ]
+    return [*lines, *(f"{name:<11} {text}" for name, text in rows if text)]
+
+
+def problems_opening(status: str) -> str:
+    """The line above the problems of a run that had started."""
+    return "The run failed." if status == "failed" else "The run stopped, but not as it should."
+
+
+def loss_lines(plan: RunPlan, summary: dict[str, Any]) -> list[str]:
+    """The validation loss beside what counting token pairs reaches, both in nats a byte."""
+    per_token, per_byte = summary["validation_loss"], summary["validation_nats_per_byte"]
+    if per_token is None:
+        return []
+    if per_byte is None:
+        return [f"validation loss {per_token:.4f} nats a token"]
+    from orchestrator.data.baseline import bigram_baseline
+
+    try:
+        baseline = bigram_baseline(plan.config)
+    except (OrchestratorError, OSError) as error:
+        return [f"validation loss {per_byte:.4f} nats a byte (no baseline: {error})"]
+    if baseline.nats_per_byte is None:
+        return [f"validation loss {per_byte:.4f} nats a byte (no bigram baseline: {baseline.reason})"]
+    change = 1 - per_byte / baseline.nats_per_byte
+    side = "below" if change >= 0 else "above"
+    return [
+        f"validation loss {per_byte:.4f} nats a byte, {abs(change):.0%} {side} the {baseline.nats_per_byte:.4f} of a "
+        f"bigram model of the same tokens (add-k, k = {baseline.smoothing:.3g})"
+    ]
+
+
+def how_to_continue(status: str, summary: dict[str, Any], plan: RunPlan, invocation: Invocation) -> str:
+    """The command that goes on from here."""
+    same = invocation.words("train")
+    if status != "finished":
+        return f"the same command continues it: {same}" if summary["checkpoint"] else f"the same command: {same}"
+    steps = steps_of(plan.config.training)
+    if not summary["checkpoint"] or steps is None:
+        return ""
+    kept = [
+        word
+        for word in invocation.overrides
+        if word.lstrip("+~").partition("=")[0] not in ("training.steps", "training.tokens", "checkpoint.resume")
+    ]
+    longer = Invocation(
+        overrides=[*kept, f"training.steps={2 * steps}", f"checkpoint.resume={summary['checkpoint']}"],
+        config_directory=invocation.config_directory,
+    )
+    return longer.words("train")
+
+
+def _verdict(summary: dict[str, Any], outcome: LaunchOutcome) -> str:
+    status = {"finished": "finished", "stopped": "stopped", "failed": "failed"}[outcome.status]
+    parts = [f"{status} after step {summary['steps']}"]
+    if summary["tokens_per_second"]:
+        parts.append(f"{summary['tokens_per_second']:,.0f} tokens/s")
+    if summary["mfu"]:
+        parts.append(f"{summary['mfu']:.1%} of the peak")
+    if summary["seconds_to_first_step"]:
+        parts.append(f"first step after {span(summary['seconds_to_first_step'])}")
+    if len(outcome.attempts) > 1:
+        parts.append(f"{len(outcome.attempts) - 1} restart{'s' if len(outcome.attempts) > 2 else ''}")
+    return ", ".join(parts)
+
+
+def _tracking_rows(directory: RunDirectory, tracked: TrackingResult | None) -> list[tuple[str, str]]:
+    if tracked is None:
+        command = f"python -m orchestrator.tracking.forward {shlex.quote(str(directory.path))}"
+        return [("MLflow", f"interrupted; the rest is sent by: {command}")]
+    rows = [("MLflow run", tracked.run_id)] if tracked.run_id else []
+    return [*rows, ("look at it" if tracked.complete else "MLflow", tracked.message)]
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)

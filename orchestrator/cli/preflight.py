@@ -1,0 +1,83 @@
+"""Everything that can be known to be wrong before anything starts, found in one go.
+
+Configuration, plan, hardware, engine, data, run folder and tracking are each asked; none stops the others. Raises
+`RefusedError` with all that was said, or returns the plan to run. Starts nothing and leaves no trace.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from orchestrator.cli.invocation import Invocation
+from orchestrator.errors import ConfigError, Problem
+from orchestrator.plan.engine_rules import engine_problems
+from orchestrator.plan.make import make_plan
+from orchestrator.plan.run_plan import RunPlan
+
+
+class RefusedError(ConfigError):
+    """A command is refused. `besides` are problems found with the settings at fault left out."""
+
+    def __init__(self, problems: Sequence[Problem], besides: Sequence[Problem] = ()) -> None:
+        super().__init__([*problems, *besides])
+        self.besides = len(besides)
+
+
+def plan_of(invocation: Invocation, overrides: Sequence[str] | None = None) -> RunPlan:
+    """The plan of what was typed, feasible or not. Raises RefusedError when there is no configuration to plan."""
+    from orchestrator.config.compose import examine
+
+    words = invocation.overrides if overrides is None else overrides
+    examined = examine(words, config_directory=invocation.config_directory)
+    problems = [*invocation.problems, *examined.problems]
+    if examined.config is not None and not problems:
+        return make_plan(examined.config)
+    sound = examined.config or examined.remainder
+    raise RefusedError(problems, () if sound is None else _new(make_plan(sound).problems, problems))
+
+
+def plan_to_run(invocation: Invocation, overrides: Sequence[str] | None = None) -> RunPlan:
+    """The plan of what was typed, ready to be launched here and now. Raises RefusedError with everything against it."""
+    from orchestrator.config.compose import examine
+
+    words = invocation.overrides if overrides is None else overrides
+    examined = examine(words, config_directory=invocation.config_directory)
+    problems = [*invocation.problems, *examined.problems]
+    config = examined.config or examined.remainder
+    if config is None:
+        raise RefusedError(problems)
+    plan = make_plan(config)
+    later = _new(problems_before_start(plan), problems)
+    if not problems and not later:
+        return plan
+    raise RefusedError(problems, later) if problems else RefusedError(later)
+
+
+def problems_before_start(plan: RunPlan) -> tuple[Problem, ...]:
+    """All that speaks against starting this plan on this machine, in the order of the user's interest."""
+    from orchestrator.data.check import check_data
+    from orchestrator.launch.hardware import check_hardware
+    from orchestrator.tracking.destination import check_tracking
+    from orchestrator.tracking.run_directory import check_run_directory
+
+    config = plan.config
+    found = [*plan.problems]
+    if plan.feasible:
+        found += [*check_hardware(plan), *engine_problems(plan)]
+    found += check_data(config)
+    found += check_run_directory(config)
+    found += check_tracking(config, os.environ, Path.cwd())
+    return tuple(_new(found, ()))
+
+
+def _new(found: Iterable[Problem], known: Iterable[Problem]) -> list[Problem]:
+    """Each problem once, without those that are known."""
+    seen = set(known)
+    kept = []
+    for problem in found:
+        if problem not in seen:
+            seen.add(problem)
+            kept.append(problem)
+    return kept

@@ -1,0 +1,134 @@
+"""`train`: plan, check, place, run, record. What happens when no command is named.
+
+Everything that can be known to be wrong is asked first (`preflight.py`) and refused together, before a run folder
+exists or Ray starts. Then one road: take the run's folder, start the MLflow forwarder, launch, write the summary, say
+where everything lies. The run's folder is the last line on stdout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.cli import closing
+from orchestrator.cli.invocation import Invocation
+from orchestrator.cli.preflight import plan_to_run
+from orchestrator.cli.progress import make_progress
+from orchestrator.cli.show import print_problems, print_warnings
+from orchestrator.errors import Problem
+from orchestrator.plan.batch import steps_of
+from orchestrator.plan.facts import derive
+from orchestrator.plan.run_plan import RunPlan
+from orchestrator.plan.validate.rules import warn
+
+if TYPE_CHECKING:
+    from orchestrator.launch.request import LaunchOutcome
+    from orchestrator.tracking.run_directory import RunDirectory
+
+HELP = """\
+python -m orchestrator [train] [+experiment=NAME] [GROUP=OPTION ...] [KEY=VALUE ...] [-m]
+
+Plans the training, checks everything that can be checked, places it on the Ray cluster at hand (RAY_ADDRESS, or a
+cluster of its own on this machine), trains, saves and records. The same command continues a run that was interrupted:
+Ctrl-C once saves and stops, twice ends it at once. A run's folder is runs/<experiment>-<hash>, printed last.
+Exit code 0: finished; 2: refused, nothing was started; 3: failed; 4: stopped after saving.
+
+  python -m orchestrator                                            the quick-start
+  python -m orchestrator training.steps=50 run.name=short
+  python -m orchestrator +experiment=llama7b_zero2 run.directory=/shared/runs
+  python -m orchestrator optimizer.lr=1e-3,3e-4 training.seed=0,1 -m      four runs, checked together, one after another
+"""
+
+FLAGS = ("--multirun",)
+
+_EXIT_CODES = {"finished": 0, "failed": 3, "stopped": 4}
+
+
+def run(invocation: Invocation) -> int:
+    """Train once, or once for every combination of a sweep. Raises RefusedError before anything is started."""
+    started = _process_started()
+    if invocation.multirun:
+        from orchestrator.cli.sweep import train_all
+
+        return train_all(invocation, started)
+    return train(plan_to_run(invocation), invocation, started)
+
+
+def train(plan: RunPlan, invocation: Invocation, started: float) -> int:
+    """Launch a plan that has passed every check; `started` is when the command began, in `time.time()`."""
+    from orchestrator.tracking.run_directory import open_run
+
+    with contextlib.closing(open_run(plan.config, plan)) as directory:
+        print("\n".join(closing.opening_lines(plan, directory)), flush=True)
+        print_warnings(warn(derive(plan.config)))
+        return _EXIT_CODES[_launch_and_record(plan, directory, invocation, started)]
+
+
+def _launch_and_record(plan: RunPlan, directory: RunDirectory, invocation: Invocation, started: float) -> str:
+    from orchestrator.launch.run import LaunchRequest, launch
+    from orchestrator.tracking.forward import start_forwarder
+
+    steps = steps_of(plan.config.training)
+    assert steps is not None, "a feasible plan has a length"
+    forwarder = start_forwarder(directory.path)
+    try:
+        with make_progress(steps) as progress:
+            outcome = launch(LaunchRequest(plan, str(directory.path), started), progress.observe)
+    except BaseException:
+        forwarder.kill()  # nothing was started, so nothing was recorded
+        raise
+    summary = _record(plan, directory, outcome)
+    tracked = None
+    with contextlib.suppress(KeyboardInterrupt):  # whoever is in a hurry can send the rest later
+        tracked = forwarder.finish()
+    if tracked is None:
+        forwarder.kill()
+    elif tracked.run_id != summary["mlflow_run_id"]:
+        summary["mlflow_run_id"] = tracked.run_id
+        directory.write_json("summary.json", summary)
+    print("\n".join(closing.closing_lines(plan, directory, outcome, summary, tracked, invocation)), flush=True)
+    if outcome.problems:
+        print_problems(_with_traceback(outcome, directory), opening=closing.problems_opening(outcome.status))
+    print(directory.path, flush=True)
+    return outcome.status
+
+
+def _record(plan: RunPlan, directory: RunDirectory, outcome: LaunchOutcome) -> dict[str, Any]:
+    """Write what is known at the end into the run's folder: attempts, placement, summary."""
+    from dataclasses import asdict
+
+    from orchestrator.checkpoint.folder import newest_complete
+    from orchestrator.tracking.summary import build_summary
+
+    directory.record_attempts(outcome.attempts)
+    directory.write_json("placement.json", [asdict(entry) for entry in outcome.placement])
+    newest = newest_complete(directory.checkpoints)
+    summary = build_summary(
+        plan,
+        run_directory=directory.path,
+        status=outcome.status,
+        attempts=directory.attempts(),
+        rank_results=outcome.rank_results,
+        checkpoint=None if newest is None else str(newest.path),
+    )
+    if summary["seconds_to_first_step"] is None:
+        summary["seconds_to_first_step"] = outcome.seconds_to_first_step
+    summary["start_seconds"] = dict(outcome.timings)
+    directory.write_json("summary.json", summary)
+    return summary
+
+
+def _with_traceback(outcome: LaunchOutcome, directory: RunDirectory) -> list[Problem]:
+    problems = list(outcome.problems)
+    if outcome.traceback:
+        path = directory.logs / "traceback.txt"
+        path.write_text(outcome.traceback, encoding="utf-8")
+        problems.append(Problem("", f"The traceback of the rank that failed first is in {path}.", ""))
+    return problems
+
+
+def _process_started() -> float:
+    """`time.time()` at which this process began, imports included."""
+    import psutil
+
+    return float(psutil.Process().create_time())
