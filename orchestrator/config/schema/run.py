@@ -39,7 +39,7 @@ class CheckpointConfig(Section):
     """What is saved and what a run starts from."""
 
     directory: str | None = None
-    """Folder in which each run has a folder of its own name for checkpoints; null: `checkpoints/` in the run's folder."""
+    """Folder in which each run keeps its checkpoints, under its own name; null: `checkpoints/` in the run's folder."""
     every_steps: CountOrZero = 100
     """Steps between checkpoints; 0: only by minutes, at a stop and at the end."""
     every_minutes: Positive | None = None
