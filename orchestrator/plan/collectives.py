@@ -25,6 +25,9 @@ class Group:
     stride: int
     """Distance between neighbours in GPU numbering: tensor groups 1, data groups tensor x ... ."""
 
+    one_card: bool = False
+    """Whether the group uses one network card of each node instead of all of its ranks'."""
+
     def nodes(self, gpus_per_node: int) -> int:
         """Nodes that the group touches."""
         return -(-self.ranks // self.ranks_per_node(gpus_per_node))
@@ -44,7 +47,7 @@ def bus_rate(group: Group, device: Device, fitted: Fitted) -> float | None:
         return inside
     if device.network_rate is None:
         return None
-    outside = device.network_rate * fitted.network_share * per_node
+    outside = device.network_rate * fitted.network_share * (1 if group.one_card else per_node)
     return outside if per_node == 1 or inside is None else min(inside, outside)
 
 

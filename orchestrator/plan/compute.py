@@ -85,18 +85,20 @@ def block_seconds(work: Work, profile: SystemProfile, device: Device, fitted: Fi
     assert device.peak_flops is not None and device.memory_rate is not None
     tensor, memory = work.parallel.tensor, device.memory_rate
     rate = product_rate(device, fitted, device.peak_flops)
-    products = sum(
+    each = [
         _product(weight, work.tokens, tensor, rate, memory, fitted)
         for weight in work.architecture.block
         if weight.matmul
-    )
+    ]
+    products = sum(each)
     attention, attention_backward = _attention(work, profile, device, fitted)
     elementwise = _elementwise(work, profile, memory, fitted)
     forward = products + attention + elementwise
     recomputed = {
         "none": 0.0,
         "attention": attention if profile.attention == "unfused" else 0.0,
-        "operators": 0.5 * products + elementwise,
+        "cheap": elementwise,
+        "operators": sum(each[1::2]) + elementwise,
         "layers": 0.5 * forward,
         "full": forward,
     }[work.recompute]

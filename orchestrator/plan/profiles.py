@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from orchestrator.plan.work import Work
+
 Attention = Literal["unfused", "flash"]
 """`unfused`: scores are kept as a matrix; `flash`: they are never stored (Dao et al. 2022)."""
 
@@ -43,8 +45,9 @@ class SystemProfile:
     attention: Attention
     master_gathered: bool
     """Whether the weights that are kept are the master weights, and compute copies are gathered from them (FSDP)."""
-    full_gradients_under_pipeline: bool
-    """Whether gradients stay whole between micro-batches of a pipeline although the stage shares them."""
+    shares_while_accumulating: Literal["always", "without_pipeline", "never"]
+    """When ZeRO stages 2 and 3 share gradients and weights between the micro-batches of a step; otherwise both stay
+    whole until the last one, as in stage 1."""
     fused_kernels: bool
     """Whether elementwise operations are fused (compiled, or written by hand)."""
     fused_attention: bool
@@ -61,12 +64,40 @@ class SystemProfile:
     """Whether gradients are reduced after each micro-batch (from stage 2 on) instead of once a step."""
     wire_gradients: float | None
     """Bytes of a gradient element in a reduction; None: as accumulated."""
+    norms: Literal["fused", "composite", "by_device"]
+    """Whether a norm saves its input only, or two copies in FP32 (torch on a CPU, and everywhere before 2.9)."""
+    saves_gathered_inputs: bool
+    """Whether products save their input whole under sequence parallelism, instead of gathering it again."""
+    dropout_masks: int
+    """Dropout masks on the residual stream that a block saves, a byte an element."""
+    keeps_stage_outputs: bool
+    """Whether a pipeline stage keeps its output beside its activations until the backward pass."""
+    logit_bytes: float
+    """Bytes a logit of loss and gradient at their largest."""
+    logits_cut: bool
+    """Whether tensor ranks keep logits and loss cut along the vocabulary."""
+    one_network_card: bool
+    """Whether collectives over nodes use one network card of a node instead of all of them."""
     reserve_share: float
     """Share of all other categories that the allocator needs on top (fragmentation)."""
     context_bytes: int
     """CUDA context, NCCL buffers and library workspaces."""
     calibrated: bool
     source: str
+
+    def fused_norms(self, work: Work) -> bool:
+        """Whether a norm saves nothing but its input and output."""
+        return self.norms == "fused" or (self.norms == "by_device" and work.on_gpu)
+
+    def zero_stage(self, work: Work) -> int:
+        """ZeRO stage that the system really has: stages 2 and 3 come down to 1 where it accumulates without sharing,
+        and 1 comes up to 2 where gradients are shared as they come and there is one micro-batch."""
+        facts = work.parallel
+        if facts.micro_batches == 1:
+            return 2 if facts.zero_stage == 1 and self.master_gathered else facts.zero_stage
+        shares = self.shares_while_accumulating
+        whole = shares == "never" or (shares == "without_pipeline" and facts.pipeline > 1)
+        return min(facts.zero_stage, 1) if whole else facts.zero_stage
 
     def reduced_bytes(self, precision: str) -> float:
         """Bytes of a gradient element in a reduction."""
@@ -94,12 +125,12 @@ _OURS = {
     "bf16_pure": StateBytes(weights=0, master=2, gradients=2, moments=4, gathered=2, raw_gradients=2),
 }
 
-_PAPER_MIXED = StateBytes(weights=2, master=4, gradients=2, moments=8, gathered=2, raw_gradients=2)
+_PAPER_MIXED = StateBytes(weights=2, master=4, gradients=2, moments=8, gathered=2, raw_gradients=0)
 _PAPER = {
     "bf16_mixed": _PAPER_MIXED,
     "fp16_mixed": _PAPER_MIXED,
-    "bf16_pure": StateBytes(weights=2, master=0, gradients=2, moments=4, gathered=2, raw_gradients=2),
-    "fp32": StateBytes(weights=4, master=0, gradients=4, moments=8, gathered=4, raw_gradients=4),
+    "bf16_pure": StateBytes(weights=2, master=0, gradients=2, moments=4, gathered=2, raw_gradients=0),
+    "fp32": StateBytes(weights=4, master=0, gradients=4, moments=8, gathered=4, raw_gradients=0),
 }
 
 PROFILES: Mapping[str, SystemProfile] = {
@@ -108,7 +139,7 @@ PROFILES: Mapping[str, SystemProfile] = {
         states=_OURS,
         attention="flash",
         master_gathered=True,
-        full_gradients_under_pipeline=False,
+        shares_while_accumulating="always",
         fused_kernels=False,
         fused_attention=True,
         overlaps_data=True,
@@ -117,7 +148,14 @@ PROFILES: Mapping[str, SystemProfile] = {
         scatters_boundary=False,
         reduces_each_micro_batch=True,
         wire_gradients=None,
-        reserve_share=0.04,
+        norms="by_device",
+        saves_gathered_inputs=True,
+        dropout_masks=0,
+        keeps_stage_outputs=True,
+        logit_bytes=12,
+        logits_cut=True,
+        one_network_card=False,
+        reserve_share=0.15,
         context_bytes=1 * _GIB,
         calibrated=False,
         source="orchestrator/engine: FSDP2 and replicate over FP32 parameters, fused AdamW, SDPA",
@@ -127,7 +165,7 @@ PROFILES: Mapping[str, SystemProfile] = {
         states=_PAPER,
         attention="unfused",
         master_gathered=False,
-        full_gradients_under_pipeline=False,
+        shares_while_accumulating="always",
         fused_kernels=False,
         fused_attention=False,
         overlaps_data=True,
@@ -136,6 +174,13 @@ PROFILES: Mapping[str, SystemProfile] = {
         scatters_boundary=True,
         reduces_each_micro_batch=False,
         wire_gradients=None,
+        norms="fused",
+        saves_gathered_inputs=False,
+        dropout_masks=2,
+        keeps_stage_outputs=False,
+        logit_bytes=8,
+        logits_cut=True,
+        one_network_card=False,
         reserve_share=0.0,
         context_bytes=0,
         calibrated=True,

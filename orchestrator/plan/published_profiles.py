@@ -7,11 +7,11 @@ states, kernels and overlap; nothing here was fitted except the reserves, which 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from orchestrator.plan.profiles import StateBytes, SystemProfile
 
-_MIXED_16 = StateBytes(weights=2, master=4, gradients=2, moments=8, gathered=2, raw_gradients=2)
-_MIXED_32 = StateBytes(weights=2, master=4, gradients=4, moments=8, gathered=2, raw_gradients=2)
+_MIXED_32 = StateBytes(weights=2, master=4, gradients=4, moments=8, gathered=2, raw_gradients=0)
 _MASTER_ONLY = StateBytes(weights=0, master=4, gradients=4, moments=8, gathered=2, raw_gradients=2)
 
 _MEGATRON = SystemProfile(
@@ -19,7 +19,7 @@ _MEGATRON = SystemProfile(
     states={"fp16_mixed": _MIXED_32, "bf16_mixed": _MIXED_32},
     attention="unfused",
     master_gathered=False,
-    full_gradients_under_pipeline=False,
+    shares_while_accumulating="always",
     fused_kernels=True,
     fused_attention=False,
     overlaps_data=False,
@@ -28,6 +28,13 @@ _MEGATRON = SystemProfile(
     scatters_boundary=True,
     reduces_each_micro_batch=False,
     wire_gradients=2,
+    norms="fused",
+    saves_gathered_inputs=False,
+    dropout_masks=2,
+    keeps_stage_outputs=False,
+    logit_bytes=8,
+    logits_cut=True,
+    one_network_card=False,
     reserve_share=0.0,
     context_bytes=0,
     calibrated=True,
@@ -35,78 +42,86 @@ _MEGATRON = SystemProfile(
 )
 
 
-def _like(base: SystemProfile, **changes: object) -> SystemProfile:
-    from dataclasses import replace
+_DEEPSPEED = replace(
+    _MEGATRON,
+    name="megatron_deepspeed",
+    states={
+        # FP16: half-precision gradients whole; the shard holds master, moments and an FP32 copy of its gradients.
+        "fp16_mixed": StateBytes(weights=2, master=4, gradients=2, moments=12, gathered=2, raw_gradients=0),
+        # BF16 optimizer: gradients as they come and their FP32 sum, both whole.
+        "bf16_mixed": StateBytes(weights=2, master=4, gradients=6, moments=8, gathered=2, raw_gradients=0),
+    },
+    scatters_boundary=False,
+    keeps_stage_outputs=True,
+    source="BigScience tr11 chronicles; DeepSpeed fp16 and bf16 optimizers",
+)
 
-    return replace(base, **changes)  # type: ignore[arg-type]
+_FSDP = replace(
+    _MEGATRON,
+    name="fsdp2",
+    states={"bf16_mixed": _MASTER_ONLY},
+    attention="flash",
+    master_gathered=True,
+    shares_while_accumulating="without_pipeline",
+    fused_kernels=False,
+    overlaps_data=True,
+    reduces_each_micro_batch=True,
+    wire_gradients=None,
+    norms="composite",
+    saves_gathered_inputs=True,
+    dropout_masks=0,
+    keeps_stage_outputs=True,
+    logit_bytes=12,
+    source="torchtitan, benchmarks/ and its paper (arXiv:2410.06511)",
+)
 
+_COMPILED = replace(_FSDP, name="fsdp2_compiled", fused_kernels=True, norms="fused")
+
+_CORE = replace(
+    _MEGATRON,
+    name="megatron_core",
+    attention="flash",
+    fused_attention=True,
+    overlaps_data=True,
+    overlaps_tensor=True,
+    dropout_masks=0,
+    source="Megatron-Core and NeMo performance guides: distributed optimizer, overlapped reductions and TP",
+)
 
 PUBLISHED: Mapping[str, SystemProfile] = {
-    "megatron": _MEGATRON,
-    "megatron_deepspeed": _like(_MEGATRON, name="megatron_deepspeed", scatters_boundary=False),
-    "deepspeed_zero3": _like(_MEGATRON, name="deepspeed_zero3", overlaps_data=True, reduces_each_micro_batch=True),
-    "megatron_core": _like(
+    profile.name: profile
+    for profile in (
         _MEGATRON,
-        name="megatron_core",
-        attention="flash",
-        fused_attention=True,
-        overlaps_data=True,
-        overlaps_tensor=True,
-    ),
-    "xla": _like(
-        _MEGATRON,
-        name="xla",
-        attention="flash",
-        fused_attention=True,
-        overlaps_data=True,
-        overlaps_tensor=True,
-        reduces_each_micro_batch=True,
-        states={"bf16_mixed": _MASTER_ONLY},
-        master_gathered=True,
-    ),
-    "fsdp1": _like(
-        _MEGATRON,
-        name="fsdp1",
-        attention="flash",
-        fused_kernels=False,
-        overlaps_data=True,
-        reduces_each_micro_batch=True,
-        states={"bf16_mixed": _MASTER_ONLY},
-        master_gathered=True,
-        wire_gradients=None,
-    ),
-    "fsdp2": _like(
-        _MEGATRON,
-        name="fsdp2",
-        attention="flash",
-        fused_kernels=False,
-        overlaps_data=True,
-        reduces_each_micro_batch=True,
-        states={"bf16_mixed": _MASTER_ONLY},
-        master_gathered=True,
-        wire_gradients=None,
-    ),
-    "fsdp2_compiled": _like(
-        _MEGATRON,
-        name="fsdp2_compiled",
-        attention="flash",
-        fused_kernels=True,
-        overlaps_data=True,
-        reduces_each_micro_batch=True,
-        states={"bf16_mixed": _MASTER_ONLY},
-        master_gathered=True,
-        wire_gradients=None,
-    ),
-    "fsdp2_async": _like(
-        _MEGATRON,
-        name="fsdp2_async",
-        attention="flash",
-        fused_kernels=True,
-        overlaps_data=True,
-        overlaps_tensor=True,
-        reduces_each_micro_batch=True,
-        states={"bf16_mixed": _MASTER_ONLY},
-        master_gathered=True,
-        wire_gradients=None,
-    ),
+        _DEEPSPEED,
+        replace(
+            _DEEPSPEED,
+            name="deepspeed_zero3",
+            overlaps_data=True,
+            reduces_each_micro_batch=True,
+            one_network_card=True,
+            keeps_stage_outputs=False,
+        ),
+        _CORE,
+        replace(
+            _CORE,
+            name="xla_fsdp",
+            states={"bf16_mixed": _MASTER_ONLY},
+            master_gathered=True,
+            reduces_each_micro_batch=True,
+            source="MaxText and Paxml",
+        ),
+        replace(_FSDP, name="fsdp1", source="llm-foundry and fms-fsdp on PyTorch FSDP"),
+        _FSDP,
+        _COMPILED,
+        replace(_COMPILED, name="fsdp2_async", overlaps_tensor=True),
+        replace(
+            _COMPILED,
+            name="kempner_forge",
+            states={"bf16_mixed": StateBytes(weights=0, master=2, gradients=2, moments=4, gathered=2, raw_gradients=2)},
+            shares_while_accumulating="never",
+            logits_cut=False,
+            logit_bytes=6,
+            source="KempnerForge benchmarks: BF16 weights and states, accumulation without reduction",
+        ),
+    )
 }

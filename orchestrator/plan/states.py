@@ -39,9 +39,13 @@ class StateMemory:
     """As they are when all micro-batches are done."""
     optimizer: int
     gathered: int
-    """Copies of shared or master weights that are there at the same time."""
+    """Copies of shared or master weights that are there at once, from forward to backward."""
+    gathered_last: int
+    """The same at the end of the last backward pass."""
     transient_gradients: int
-    """Gradients of the unit at work before they are shared or accumulated, in both precisions."""
+    """Gradients of the unit at work before they are shared or accumulated, in both precisions, and `reducing`."""
+    reducing: int
+    """Gradients of the unit before, which are still being reduced while the next is at work."""
     host: int
     """In host memory, for this GPU."""
 
@@ -88,35 +92,37 @@ def state_memory(
     state: StateBytes,
     *,
     zero_stage: int,
-    zero_group: int,
+    reducing_ranks: int,
     master_gathered: bool,
-    whole_gradients: bool,
     offload: bool,
 ) -> StateMemory:
     """Bytes of the model states of one GPU.
 
-    `master_gathered`: kept weights are the master weights, compute copies are gathered from them: none of them stays in
-    stage 3 (two units are there at once) and in stage 0 (one unit), all of them from forward to backward in stages 1
-    and 2. `whole_gradients`: gradients are not shared between micro-batches although the stage is 2 or 3.
+    `master_gathered`: kept weights are the master weights, compute copies are made from them: two units at a time in
+    stage 3 and with states on the host, all of them from forward to backward otherwise. `reducing_ranks` take part in
+    the reduction of gradients.
     """
-    from_1, from_2, from_3 = (elements.shared if zero_stage >= stage else elements.whole for stage in (1, 2, 3))
+    from_1, from_2, from_3 = (elements.shared if zero_stage >= first else elements.whole for first in (1, 2, 3))
     parameters = state.weights * from_3 + state.master * from_1
-    gradients = state.gradients * (elements.whole if whole_gradients else from_2)
+    gradients = state.gradients * from_2
     optimizer = state.moments * from_1
     unit = max(elements.block, elements.ends)
-    gathered: float = 0.0
-    if master_gathered and zero_stage in (1, 2) and not offload:
-        gathered = state.gathered * elements.whole
-    elif zero_stage == 3 or (master_gathered and offload):
-        gathered = state.gathered * (elements.block + unit)
+    pair = state.gathered * (elements.block + unit)
+    gathered = gathered_last = 0.0
+    if zero_stage == 3 or (master_gathered and offload):
+        gathered = gathered_last = min(pair, state.gathered * elements.whole)
     elif master_gathered:
-        gathered = state.gathered * unit
-    transient = 0.0
+        gathered = state.gathered * elements.whole
+        gathered_last = min(pair, gathered)
+    transient = reducing = 0.0
     if master_gathered:
-        # The unit at work: its gradients as they come, and their copy in the precision of the reduction; the copy of
-        # the unit before is still being reduced. Over one rank nothing is reduced, so only the first exists.
-        copies = 2 if zero_group > 1 and zero_stage > 0 else 0
+        # The unit at work: its gradients as they come, and their copy in the precision of the reduction; in stages 1 to
+        # 3 the copy of the unit before is still being reduced.
+        copies = 0 if reducing_ranks == 1 else 1 if zero_stage == 0 else 2
         transient = (state.raw_gradients + copies * state.gradients) * unit
+        reducing = state.gradients * unit if copies == 2 else 0.0
+    else:
+        transient = state.raw_gradients * (unit if zero_stage == 3 else elements.whole)
     on_host = parameters + gradients + optimizer if offload else 0.0
     kept = 0.0 if offload else 1.0
     return StateMemory(
@@ -124,6 +130,8 @@ def state_memory(
         gradients=round(gradients * kept),
         optimizer=round(optimizer * kept),
         gathered=round(gathered),
+        gathered_last=round(gathered_last),
         transient_gradients=round(transient),
+        reducing=round(reducing),
         host=round(on_host),
     )

@@ -14,6 +14,9 @@ from orchestrator.plan.stages import stages_of_rank
 from orchestrator.plan.states import StageElements
 from orchestrator.plan.work import Work
 
+_REPEATED = {"layers": 0.5, "full": 1.0}
+"""Share of the blocks whose forward collectives are repeated in the backward pass, by what is recomputed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
@@ -78,15 +81,16 @@ def _shared_transfers(
     reduced once a step, or after each micro-batch where the system keeps them shared between micro-batches.
     """
     facts = work.parallel
-    state, shard = profile.bytes_of(work.precision), Group(facts.zero_group, facts.tensor)
+    state, shard = profile.bytes_of(work.precision), Group(facts.zero_group, facts.tensor, profile.one_network_card)
     times = facts.micro_batches
-    reductions = times if facts.zero_stage >= 2 and profile.reduces_each_micro_batch else 1
+    stage = profile.zero_stage(work)
+    reductions = times if stage >= 2 and profile.reduces_each_micro_batch else 1
     backward: list[Transfer] = [Transfer("reduce_scatter", reduced * reductions, units * reductions, shard)]
     if facts.replicate > 1:
         replicas = Group(facts.replicate, facts.tensor * facts.zero_group)
         backward.append(Transfer("all_reduce", reduced / facts.zero_group, units, replicas))
     gathered = elements.whole * (state.gathered or state.weights)
-    if facts.zero_stage < 3:
+    if stage < 3:
         return (Transfer("all_gather", gathered, units, shard),), tuple(backward)
     each = Transfer("all_gather", gathered * times, units * times, shard)
     return (each,), (each, *backward)
@@ -98,7 +102,7 @@ def tensor_transfers(work: Work, layers: int, ends: int) -> tuple[Transfer, ...]
     tensor = work.parallel.tensor
     if tensor == 1:
         return ()
-    repeated = {"none": 0.0, "attention": 0.0, "operators": 0.0, "layers": 0.5, "full": 1.0}[work.recompute]
+    repeated = _REPEATED.get(work.recompute, 0.0)
     pairs = (layers * (4.0 + 2.0 * repeated) + ends) * work.parallel.micro_batches
     payload, group = pairs * stream_bytes(work), Group(tensor, 1)
     if work.sequence_parallel:
@@ -116,7 +120,7 @@ def context_transfers(work: Work, layers: int) -> tuple[Transfer, ...]:
         return ()
     model = work.architecture
     width = 2.0 * model.key_value_heads * model.head_dim / tensor
-    repeated = {"none": 0.0, "attention": 1.0, "operators": 1.0, "layers": 0.5, "full": 1.0}[work.recompute]
+    repeated = _REPEATED.get(work.recompute, 0.0)
     calls = float(layers * work.parallel.micro_batches)
     payload = work.tokens * context * width * work.activation_bytes * calls
     group = Group(context, tensor)

@@ -13,11 +13,11 @@ from orchestrator.config.schema import RunConfig
 from orchestrator.plan.architecture import Architecture, architecture_of
 from orchestrator.plan.run_plan import ParallelFacts
 
-Recompute = Literal["none", "attention", "operators", "layers", "full"]
-"""What the backward pass computes again: nothing; the attention scores; cheap operators and every second matrix
-product; every second block; every block."""
+Recompute = Literal["none", "attention", "cheap", "operators", "layers", "full"]
+"""What the backward pass computes again: nothing; stored attention scores; everything but products and attention; that
+and every second product; every second block; every block."""
 
-SELECTIVE: Recompute = "operators"
+SELECTIVE: Recompute = "cheap"
 """What `training.activation_checkpointing=selective` means in the engine."""
 
 
@@ -37,6 +37,8 @@ class Work:
     """Optimizer state relative to Adam's two moments."""
     attended: int | None = None
     """Tokens that a token can see at most (sliding window); None: the sequence."""
+    on_gpu: bool = True
+    """Whether kernels of a GPU run, some of which save less than those of a CPU."""
     gpus_on_host: int = 8
     """GPUs that share one host."""
 
@@ -82,5 +84,6 @@ def work_of(config: RunConfig, parallel: ParallelFacts) -> Work:
         offload=config.parallel.offload == "all",
         moments_share=moments_share(config),
         attended=config.model.sliding_window,
+        on_gpu=config.cluster.device == "cuda",
         gpus_on_host=config.cluster.gpus_per_node,
     )

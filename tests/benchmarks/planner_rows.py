@@ -134,12 +134,14 @@ def build_architecture(
 
 
 def virtual_stages_of_row(row: Row, pipeline: int) -> int:
-    """Virtual stages as stated; where blank, interleaving as far as the layers allow for systems that interleave by
-    default (the paper's rule: as many as give whole stages, two layers each at least where that is possible)."""
+    """Virtual stages as stated. Where blank: two for torchtitan (its interleaved schedules' default), and for
+    Megatron-like systems as many as give whole stages of at least two layers (interleaving is their default)."""
     if pipeline == 1:
         return 1
     if row["vpp"]:
         return number(row, "vpp")
+    if row["framework"].startswith("torchtitan"):
+        return 2
     per_rank = number(row, "layers") // pipeline
     if number(row, "layers") % pipeline:
         return 1
@@ -190,10 +192,12 @@ def zero_stage_of_row(row: Row) -> int:
 
 
 def micro_batch_of_row(row: Row) -> int:
-    """Samples of one micro-batch; where blank, 1 (all such rows train models that need tensor parallelism). With a
-    pipeline and no accumulation stated, the local batch is cut into single samples by the schedule."""
-    if row["framework"].startswith("torchtitan") and number(row, "pp", 1) > 1:
-        return 1
+    """Samples of one micro-batch; where blank, 1 (all such rows train models that need tensor parallelism). A local
+    batch that torchtitan's pipeline cuts is cut into one micro-batch a stage (its default)."""
+    pipeline = number(row, "pp", 1)
+    if row["framework"].startswith("torchtitan") and pipeline > 1:
+        stages = pipeline * virtual_stages_of_row(row, pipeline)
+        return max(1, number(row, "micro_batch") // stages)
     return number(row, "micro_batch", 1)
 
 

@@ -1,0 +1,113 @@
+"""Bytes of activations: what one block keeps from forward to backward, what its backward works on, and the logits.
+
+Counted tensor by tensor from what each operation saves for its backward pass. With scores stored and half-precision
+this is sbh(10 + 24/t + 5as/(ht)) and, with sequence parallelism, sbh/t(34 + 5as/h) of Korthikanti et al. 2022
+(arXiv:2205.05198, table 2); for `ours` a test of the engine counts the tensors that the real modules save.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.plan.profiles import SystemProfile
+from orchestrator.plan.work import Work
+
+_SCORE_BYTES = 5
+"""A stored attention score: softmax output 2, dropout mask 1, dropout output 2 (Korthikanti et al. 2022, section
+4.1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockActivations:
+    """Activations of one block and micro-batch on one GPU, in bytes."""
+
+    kept: float
+    """From forward to backward, under the chosen recomputation."""
+    working: float
+    """What backward holds beside that while it is in this block: what it recomputed, and gradients of activations."""
+
+
+def block_activations(work: Work, profile: SystemProfile) -> BlockActivations:
+    """Activations of one block and micro-batch."""
+    everything = _all_saved(work, profile)
+    stream = _stream(work)
+    kept = {
+        "none": everything,
+        "attention": everything - _scores(work, profile),
+        "cheap": _products_only(work, profile),
+        "operators": _every_second_product(work, profile),
+        "layers": (everything + stream) / 2,
+        "full": stream,
+    }[work.recompute]
+    again = everything if work.recompute in ("layers", "full") else everything - kept
+    return BlockActivations(kept=kept, working=again + _gradients(work, profile))
+
+
+def _stream(work: Work) -> float:
+    """The residual stream, as a block keeps it."""
+    split = work.parallel.tensor if work.sequence_parallel else 1
+    return float(work.tokens) * work.architecture.hidden * work.activation_bytes / split
+
+
+def _scores(work: Work, profile: SystemProfile) -> float:
+    """Stored attention scores; none with flash attention."""
+    if profile.attention == "flash":
+        return 0.0
+    return float(work.tokens) * work.seen * work.architecture.heads * _SCORE_BYTES / work.parallel.tensor
+
+
+def _statistics(work: Work, profile: SystemProfile) -> float:
+    """Bytes a token of the softmax's normalisers, FP32, which flash attention keeps for each head."""
+    return 4.0 * work.architecture.heads if profile.attention == "flash" else 0.0
+
+
+def _all_saved(work: Work, profile: SystemProfile) -> float:
+    """Everything that a block's operations save."""
+    model, tensor, element = work.architecture, work.parallel.tensor, work.activation_bytes
+    tokens = float(work.tokens)
+    features = tokens * model.hidden
+    cut = tensor if work.sequence_parallel else 1
+    norm_bytes = element if profile.fused_norms(work) else 8
+    norms = 2.0 * norm_bytes * features / cut
+    # Inputs of the first products: saved whole where the gather is not repeated in the backward pass.
+    inputs = 2.0 * element * features / (1 if profile.saves_gathered_inputs else cut)
+    masks = profile.dropout_masks * features / cut
+    query = model.heads * model.head_dim
+    key_value = 2.0 * model.key_value_heads * model.head_dim
+    attention = tokens * (element * (2.0 * query + key_value) + _statistics(work, profile)) / tensor
+    hidden_tensors = (3 if profile.fused_kernels else 4) if model.gated else 2
+    mlp = tokens * element * hidden_tensors * model.ffn / tensor
+    return norms + inputs + masks + attention + mlp + _scores(work, profile)
+
+
+def _products_only(work: Work, profile: SystemProfile) -> float:
+    """Kept when only cheap operations are recomputed: the block's input, results of products, and attention's
+    output."""
+    model, tensor, element = work.architecture, work.parallel.tensor, work.activation_bytes
+    query = model.heads * model.head_dim
+    key_value = 2.0 * model.key_value_heads * model.head_dim
+    inner = (2.0 if model.gated else 1.0) * model.ffn
+    cut = work.tokens * (element * (2.0 * query + key_value + inner) + _statistics(work, profile)) / tensor
+    return 2.0 * _stream(work) + cut
+
+
+def _every_second_product(work: Work, profile: SystemProfile) -> float:
+    """Kept by torchtitan's per-operation policy: results of the first, third, ... product, and attention's output."""
+    model, tensor, element = work.architecture, work.parallel.tensor, work.activation_bytes
+    query, key = model.heads * model.head_dim, model.key_value_heads * model.head_dim
+    cut = work.tokens * (element * (2.0 * query + key + model.ffn) + _statistics(work, profile)) / tensor
+    return 2.0 * _stream(work) + cut
+
+
+def _gradients(work: Work, profile: SystemProfile) -> float:
+    """Gradients of activations that exist at once in a block's backward: the feed-forward layer's are the largest."""
+    model, tensor, element = work.architecture, work.parallel.tensor, work.activation_bytes
+    inner = (3.0 if model.gated else 2.0) * model.ffn / tensor
+    return work.tokens * element * (inner + 2.0 * model.hidden)
+
+
+def logits_bytes(work: Work, profile: SystemProfile) -> float:
+    """Logits and loss of one micro-batch at their largest, in the backward pass of the loss: log-probabilities and two
+    gradients in FP32; cut over the tensor ranks."""
+    vocabulary = -(-work.architecture.vocab // (work.parallel.tensor if profile.logits_cut else 1))
+    return float(work.tokens) * vocabulary * profile.logit_bytes
