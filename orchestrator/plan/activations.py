@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.plan.profiles import SystemProfile
+from orchestrator.plan.system_profile import SystemProfile
 from orchestrator.plan.work import Work
 
 _SCORE_BYTES = 5

@@ -12,7 +12,7 @@ from math import exp
 from orchestrator.plan.architecture import Weight
 from orchestrator.plan.constants import REFERENCE_PEAK, Fitted
 from orchestrator.plan.device import Device
-from orchestrator.plan.profiles import SystemProfile
+from orchestrator.plan.system_profile import SystemProfile
 from orchestrator.plan.work import Work
 
 _LARGEST_SHARE = 0.9

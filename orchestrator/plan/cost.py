@@ -9,9 +9,9 @@ from __future__ import annotations
 from orchestrator.config.schema import RunConfig
 from orchestrator.plan.batch import steps_of
 from orchestrator.plan.device import Device, device_of
-from orchestrator.plan.profiles import SystemProfile
 from orchestrator.plan.run_plan import CostPlan, ParallelFacts, TimePlan, Traffic, TrafficPlan
 from orchestrator.plan.step_seconds import StepSeconds, loads, step_seconds
+from orchestrator.plan.system_profile import SystemProfile
 from orchestrator.plan.traffic import (
     Transfer,
     boundary_bytes,

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from orchestrator.config.schema import RunConfig
 from orchestrator.plan.activations import BlockActivations, block_activations, logits_bytes
 from orchestrator.plan.architecture import architecture_of
-from orchestrator.plan.profiles import SystemProfile
 from orchestrator.plan.run_plan import ParallelFacts, RankMemory
 from orchestrator.plan.stages import stages_of_rank
 from orchestrator.plan.states import StateMemory, held_stages, rank_elements, state_memory
+from orchestrator.plan.system_profile import SystemProfile
 from orchestrator.plan.timeline import peak_kept
 from orchestrator.plan.traffic import stream_bytes
 from orchestrator.plan.work import Work, moments_share, work_of

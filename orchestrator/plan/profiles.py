@@ -1,120 +1,15 @@
-"""`SystemProfile`: what a training system keeps, gathers and overlaps; the planner computes for one of them.
+"""The system profiles by name: `ours`, which describes what `engine/` does, and those of published systems.
 
-The product uses only `ours`, which describes what `engine/` does. The others describe published systems, so that the
-planner's arithmetic can be judged against published tables; no option selects them. Each states its source. Bytes are
-per parameter element. Numbers that were fitted to measurements live in `constants.py`, not here.
+The product computes for `ours` only; the others exist so that the planner's arithmetic can be judged against published
+tables, and no option selects them. What a profile says is `system_profile.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
 
-from orchestrator.plan.work import Work
-
-Attention = Literal["unfused", "flash"]
-"""`unfused`: scores are kept as a matrix; `flash`: they are never stored (Dao et al. 2022)."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateBytes:
-    """Bytes per parameter element of each kind of model state, for one precision."""
-
-    weights: float
-    """Weights in compute precision that are kept between steps; shared from ZeRO stage 3 on."""
-    master: float
-    """Weights that the optimizer updates, where they are not the former; shared from stage 1 on; parameters."""
-    gradients: float
-    """Gradients as they are accumulated; shared from stage 2 on."""
-    moments: float
-    """Optimizer state (Adam: two moments); shared from stage 1 on."""
-    gathered: float
-    """Copies in compute precision made for forward and backward where `weights` is 0, or of shared weights."""
-    raw_gradients: float
-    """Gradients as the backward pass makes them, before they are reduced."""
-
-
-@dataclass(frozen=True, slots=True)
-class SystemProfile:
-    """One training system."""
-
-    name: str
-    states: Mapping[str, StateBytes]
-    """By precision."""
-    attention: Attention
-    master_gathered: bool
-    """Whether the weights that are kept are the master weights, and compute copies are gathered from them (FSDP)."""
-    shares_while_accumulating: Literal["always", "without_pipeline", "never"]
-    """When ZeRO stages 2 and 3 share gradients and weights between the micro-batches of a step; otherwise both stay
-    whole until the last one, as in stage 1."""
-    fused_kernels: bool
-    """Whether elementwise operations are fused (compiled, or written by hand)."""
-    fused_attention: bool
-    """Whether flash attention is written for the GPU's generation (cuDNN, Transformer Engine)."""
-    overlaps_data: bool
-    """Whether gathers and reductions of weights and gradients run beside computation."""
-    overlaps_tensor: bool
-    """Whether tensor-parallel collectives run beside matrix products."""
-    overlaps_context: bool
-    """Whether context-parallel exchange runs beside attention."""
-    scatters_boundary: bool
-    """Whether tensor ranks send only their part of the stream to the next stage."""
-    reduces_each_micro_batch: bool
-    """Whether gradients are reduced after each micro-batch (from stage 2 on) instead of once a step."""
-    wire_gradients: float | None
-    """Bytes of a gradient element in a reduction; None: as accumulated."""
-    norms: Literal["fused", "composite", "by_device"]
-    """Whether a norm saves its input only, or two copies in FP32 (torch on a CPU, and everywhere before 2.9)."""
-    saves_gathered_inputs: bool
-    """Whether products save their input whole under sequence parallelism, instead of gathering it again."""
-    dropout_masks: int
-    """Dropout masks on the residual stream that a block saves, a byte an element."""
-    keeps_stage_outputs: bool
-    """Whether a pipeline stage keeps its output beside its activations until the backward pass."""
-    logit_bytes: float
-    """Bytes a logit of loss and gradient at their largest."""
-    logits_cut: bool
-    """Whether tensor ranks keep logits and loss cut along the vocabulary."""
-    one_network_card: bool
-    """Whether collectives over nodes use one network card of a node instead of all of them."""
-    reserve_share: float
-    """Share of all other categories that the allocator needs on top (fragmentation)."""
-    context_bytes: int
-    """CUDA context, NCCL buffers and library workspaces."""
-    calibrated: bool
-    source: str
-
-    def fused_norms(self, work: Work) -> bool:
-        """Whether a norm saves nothing but its input and output."""
-        return self.norms == "fused" or (self.norms == "by_device" and work.on_gpu)
-
-    def zero_stage(self, work: Work) -> int:
-        """ZeRO stage that the system really has: stages 2 and 3 come down to 1 where it accumulates without sharing,
-        and 1 comes up to 2 where gradients are shared as they come and there is one micro-batch."""
-        facts = work.parallel
-        if facts.micro_batches == 1:
-            return 2 if facts.zero_stage == 1 and self.master_gathered else facts.zero_stage
-        shares = self.shares_while_accumulating
-        whole = shares == "never" or (shares == "without_pipeline" and facts.pipeline > 1)
-        return min(facts.zero_stage, 1) if whole else facts.zero_stage
-
-    def reduced_bytes(self, precision: str) -> float:
-        """Bytes of a gradient element in a reduction."""
-        return self.bytes_of(precision).gradients if self.wire_gradients is None else self.wire_gradients
-
-    def bytes_of(self, precision: str) -> StateBytes:
-        """State bytes of a precision.
-
-        Raises:
-            KeyError: the system has no such precision; the message lists those it has.
-        """
-        try:
-            return self.states[precision]
-        except KeyError:
-            known = ", ".join(self.states)
-            raise KeyError(f"profile {self.name!r} has no precision {precision!r}; it has {known}") from None
-
+from orchestrator.plan.published_profiles import PUBLISHED
+from orchestrator.plan.system_profile import StateBytes, SystemProfile
 
 _GIB = 2**30
 
@@ -125,68 +20,34 @@ _OURS = {
     "bf16_pure": StateBytes(weights=0, master=2, gradients=2, moments=4, gathered=2, raw_gradients=2),
 }
 
-_PAPER_MIXED = StateBytes(weights=2, master=4, gradients=2, moments=8, gathered=2, raw_gradients=0)
-_PAPER = {
-    "bf16_mixed": _PAPER_MIXED,
-    "fp16_mixed": _PAPER_MIXED,
-    "bf16_pure": StateBytes(weights=2, master=0, gradients=2, moments=4, gathered=2, raw_gradients=0),
-    "fp32": StateBytes(weights=4, master=0, gradients=4, moments=8, gathered=4, raw_gradients=0),
-}
+OURS = SystemProfile(
+    name="ours",
+    states=_OURS,
+    attention="flash",
+    master_gathered=True,
+    shares_while_accumulating="always",
+    fused_kernels=False,
+    fused_attention=True,
+    overlaps_data=True,
+    overlaps_tensor=False,
+    overlaps_context=False,
+    scatters_boundary=False,
+    reduces_each_micro_batch=True,
+    wire_gradients=None,
+    norms="by_device",
+    saves_gathered_inputs=True,
+    dropout_masks=0,
+    keeps_stage_outputs=True,
+    logit_bytes=12,
+    logits_cut=True,
+    one_network_card=False,
+    reserve_share=0.15,
+    context_bytes=1 * _GIB,
+    calibrated=False,
+    source="orchestrator/engine: FSDP2 and replicate over FP32 parameters, fused AdamW, SDPA",
+)
 
-PROFILES: Mapping[str, SystemProfile] = {
-    "ours": SystemProfile(
-        name="ours",
-        states=_OURS,
-        attention="flash",
-        master_gathered=True,
-        shares_while_accumulating="always",
-        fused_kernels=False,
-        fused_attention=True,
-        overlaps_data=True,
-        overlaps_tensor=False,
-        overlaps_context=False,
-        scatters_boundary=False,
-        reduces_each_micro_batch=True,
-        wire_gradients=None,
-        norms="by_device",
-        saves_gathered_inputs=True,
-        dropout_masks=0,
-        keeps_stage_outputs=True,
-        logit_bytes=12,
-        logits_cut=True,
-        one_network_card=False,
-        reserve_share=0.15,
-        context_bytes=1 * _GIB,
-        calibrated=False,
-        source="orchestrator/engine: FSDP2 and replicate over FP32 parameters, fused AdamW, SDPA",
-    ),
-    "zero_paper": SystemProfile(
-        name="zero_paper",
-        states=_PAPER,
-        attention="unfused",
-        master_gathered=False,
-        shares_while_accumulating="always",
-        fused_kernels=False,
-        fused_attention=False,
-        overlaps_data=True,
-        overlaps_tensor=False,
-        overlaps_context=False,
-        scatters_boundary=True,
-        reduces_each_micro_batch=False,
-        wire_gradients=None,
-        norms="fused",
-        saves_gathered_inputs=False,
-        dropout_masks=2,
-        keeps_stage_outputs=False,
-        logit_bytes=8,
-        logits_cut=True,
-        one_network_card=False,
-        reserve_share=0.0,
-        context_bytes=0,
-        calibrated=True,
-        source="Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1 and table 1 (2 + 2 + 12 bytes a parameter)",
-    ),
-}
+PROFILES: Mapping[str, SystemProfile] = {OURS.name: OURS, **PUBLISHED}
 
 
 def profile_named(name: str) -> SystemProfile:
@@ -199,3 +60,6 @@ def profile_named(name: str) -> SystemProfile:
         return PROFILES[name]
     except KeyError:
         raise KeyError(f"profile {name!r} does not exist; there are {', '.join(PROFILES)}") from None
+
+
+__all__ = ["OURS", "PROFILES", "StateBytes", "SystemProfile", "profile_named"]

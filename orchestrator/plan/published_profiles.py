@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from orchestrator.plan.profiles import StateBytes, SystemProfile
+from orchestrator.plan.system_profile import StateBytes, SystemProfile
 
 _MIXED_32 = StateBytes(weights=2, master=4, gradients=4, moments=8, gathered=2, raw_gradients=0)
 _MASTER_ONLY = StateBytes(weights=0, master=4, gradients=4, moments=8, gathered=2, raw_gradients=2)
@@ -41,6 +41,22 @@ _MEGATRON = SystemProfile(
     source="Narayanan et al. 2021, arXiv:2104.04473; Korthikanti et al. 2022, arXiv:2205.05198",
 )
 
+
+_PAPER_MIXED = StateBytes(weights=2, master=4, gradients=2, moments=8, gathered=2, raw_gradients=0)
+_PAPER = {
+    "bf16_mixed": _PAPER_MIXED,
+    "fp16_mixed": _PAPER_MIXED,
+    "bf16_pure": StateBytes(weights=2, master=0, gradients=2, moments=4, gathered=2, raw_gradients=0),
+    "fp32": StateBytes(weights=4, master=0, gradients=4, moments=8, gathered=4, raw_gradients=0),
+}
+
+_ZERO_PAPER = replace(
+    _MEGATRON,
+    name="zero_paper",
+    states=_PAPER,
+    overlaps_data=True,
+    source="Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1 and table 1 (2 + 2 + 12 bytes a parameter)",
+)
 
 _DEEPSPEED = replace(
     _MEGATRON,
@@ -91,6 +107,7 @@ _CORE = replace(
 PUBLISHED: Mapping[str, SystemProfile] = {
     profile.name: profile
     for profile in (
+        _ZERO_PAPER,
         _MEGATRON,
         _DEEPSPEED,
         replace(

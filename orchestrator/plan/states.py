@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from orchestrator.plan.architecture import Architecture, part_elements, stage_elements
-from orchestrator.plan.profiles import StateBytes
 from orchestrator.plan.run_plan import ParallelFacts
 from orchestrator.plan.stages import stages_of_rank
+from orchestrator.plan.system_profile import StateBytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from orchestrator.plan.constants import (
     Fitted,
 )
 from orchestrator.plan.device import Device
-from orchestrator.plan.profiles import SystemProfile
 from orchestrator.plan.states import StageElements, held_stages, rank_elements
+from orchestrator.plan.system_profile import SystemProfile
 from orchestrator.plan.timeline import ActionSeconds, pipeline_timeline
 from orchestrator.plan.traffic import (
     Transfer,

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator.plan.collectives import Group, Kind
-from orchestrator.plan.profiles import SystemProfile
 from orchestrator.plan.stages import stages_of_rank
 from orchestrator.plan.states import StageElements
+from orchestrator.plan.system_profile import SystemProfile
 from orchestrator.plan.work import Work
 
 _REPEATED = {"layers": 0.5, "full": 1.0}
