@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -134,7 +135,7 @@ def _collect(receivers: list[Connection]) -> list[Any]:
             failures[rank] = "did not end in time"
             continue
         try:
-            worked, value = receiver.recv()
+            worked, value = pickle.loads(receiver.recv_bytes())
         except EOFError:
             worked, value = False, "its process died"
         (found if worked else failures)[rank] = value
@@ -148,7 +149,8 @@ def _main(results: Connection, function: Callable[..., Any], rank: int, world: i
         outcome = (True, function(rank, world, link, *args))
     except BaseException:
         outcome = (False, traceback.format_exc())
-    results.send(outcome)
+    # Plain pickle: multiprocessing's own would share a tensor's memory with a process that ends here.
+    results.send_bytes(pickle.dumps(outcome))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
