@@ -34,7 +34,7 @@ def plan_of(invocation: Invocation, overrides: Sequence[str] | None = None) -> R
     problems = [*invocation.problems, *examined.problems]
     if examined.config is not None and not problems:
         return make_plan(examined.config)
-    sound = examined.config or examined.remainder
+    sound = examined.config or examined.remainder()
     raise RefusedError(problems, () if sound is None else _new(make_plan(sound).problems, problems))
 
 
@@ -45,7 +45,7 @@ def plan_to_run(invocation: Invocation, overrides: Sequence[str] | None = None) 
     words = invocation.overrides if overrides is None else overrides
     examined = examine(words, config_directory=invocation.config_directory)
     problems = [*invocation.problems, *examined.problems]
-    config = examined.config or examined.remainder
+    config = examined.config or examined.remainder()
     if config is None:
         raise RefusedError(problems)
     plan = make_plan(config)

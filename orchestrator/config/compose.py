@@ -7,8 +7,9 @@ Hydra composes the groups; values of keys are applied here, over everything that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,8 @@ class Examined:
     config: RunConfig | None
     """The configuration; None when there are problems."""
     problems: tuple[Problem, ...] = ()
-    remainder: RunConfig | None = None
-    """With problems: the configuration without the settings at fault, when it is one. Fit for finding more problems."""
+    remainder: Callable[[], RunConfig | None] = lambda: None
+    """With problems: the configuration without the settings at fault, if there is one; for finding more."""
 
 
 def examine(overrides: Sequence[str] = (), *, config_directory: str | None = None) -> Examined:
@@ -70,25 +71,32 @@ def examine(overrides: Sequence[str] = (), *, config_directory: str | None = Non
     composition = _compose(request, directory)
     problems += [*request.problems, *composition.problems]
     config, found = _validated(composition)
-    known = {problem.key for problem in problems if problem.key}
-    problems += [problem for problem in found if problem.key not in known]
+    known = tuple(problem.key for problem in problems if problem.key)
+    problems += [problem for problem in found if not _is_at_or_below(problem.key, known)]
     if not problems:
         return Examined(config)
+    return Examined(None, tuple(problems), lambda: _remainder(config, request, problems, directory))
+
+
+def _remainder(
+    config: RunConfig | None, request: Request, problems: Sequence[Problem], directory: Path | None
+) -> RunConfig | None:
     if any(problem.key in locate.GROUPS for problem in problems):
-        return Examined(None, tuple(problems))  # with another group than was meant, what follows would mislead
-    return Examined(None, tuple(problems), config or _remainder(request, problems, directory))
-
-
-def _remainder(request: Request, problems: Sequence[Problem], directory: Path | None) -> RunConfig | None:
-    """The configuration without the settings of the command line that are at fault."""
-    at_fault = {problem.key for problem in problems}
+        return None  # with another group than was meant, what follows would mislead
+    if config is not None:
+        return config
+    at_fault = tuple(problem.key for problem in problems if problem.key)
     sound = [
         assignment
         for assignment in request.assignments
-        if not any(fault == assignment.key or fault.startswith(f"{assignment.key}.") for fault in at_fault)
+        if not any(_is_at_or_below(fault, (assignment.key,)) for fault in at_fault)
     ]
     composition = _compose(Request(request.choices, sound), directory)
     return _validated(composition)[0] if not composition.problems else None
+
+
+def _is_at_or_below(key: str, parents: Collection[str]) -> bool:
+    return any(key == parent or key.startswith(f"{parent}.") for parent in parents)
 
 
 @dataclass(slots=True)
@@ -102,7 +110,7 @@ class _Composition:
 
     def file_that_sets(self, key: str) -> Path | None:
         """The file to blame for a value, None when the command line set it."""
-        if self.sources is None or any(key == name or key.startswith(f"{name}.") for name in self.assigned):
+        if self.sources is None or _is_at_or_below(key, self.assigned):
             return None
         return self.sources.file_that_sets(key)
 
@@ -112,19 +120,12 @@ def _compose(request: Request, directory: Path | None) -> _Composition:
     made = _Composition()
     choices = {"experiment": DEFAULT_EXPERIMENT} | request.choices
     try:
-        composed = _hydra_compose(choices, directory)
+        composed, taken = _compose_groups(choices, directory)
     except _COMPOSITION_ERRORS as error:
         made.problems += files.broken_files(directory, choices) or files.broken_files(directory)
         if not made.problems:
             made.problems.append(_composition_problem(error))
         return made
-    taken: dict[str, str] = {
-        str(group).partition("@")[0]: str(option)
-        for group, option in composed.hydra.runtime.choices.items()
-        if not str(group).startswith("hydra")
-    }
-    OmegaConf.set_struct(composed, False)
-    del composed["hydra"]
     # The experiment comes last, as in Hydra's composition: the last file that sets a key is the one that counts.
     order = [group for group in reversed(locate.GROUPS) if group in taken]
     made.sources = files.Sources({group: taken[group] for group in order}, directory)
@@ -144,13 +145,35 @@ def _compose(request: Request, directory: Path | None) -> _Composition:
     return made
 
 
-def _hydra_compose(choices: Mapping[str, str], directory: Path | None) -> DictConfig:
+def _compose_groups(choices: Mapping[str, str], directory: Path | None) -> tuple[DictConfig, Mapping[str, str]]:
+    """(what the files say, option taken of each group). Raises one of `_COMPOSITION_ERRORS`."""
+    words = tuple(
+        f"{'+' if group == 'experiment' else ''}{group}={_quoted(option)}" for group, option in choices.items()
+    )
+    values, taken = _hydra_compose(words, directory, locate.stamp(directory))
+    return OmegaConf.create(values), taken
+
+
+@lru_cache(maxsize=64)
+def _hydra_compose(
+    words: tuple[str, ...], directory: Path | None, _stamp: object
+) -> tuple[dict[str, Any], Mapping[str, str]]:
+    """Plain values, interpolations unresolved. Kept until a file changes: sweeps compose the same files again."""
     resolvers.register()
-    words = [f"{'+' if group == 'experiment' else ''}{group}={_quoted(option)}" for group, option in choices.items()]
     if directory is not None:
-        words.append(f"hydra.searchpath=[{_quoted(f'file://{directory}')}]")
+        words = (*words, f"hydra.searchpath=[{_quoted(f'file://{directory}')}]")
     with initialize_config_dir(config_dir=str(locate.shipped_directory()), version_base="1.3", job_name="orchestrator"):
-        return compose("config", overrides=words, return_hydra_config=True)
+        composed = compose("config", overrides=list(words), return_hydra_config=True)
+    taken = {
+        str(group).partition("@")[0]: str(option)
+        for group, option in composed.hydra.runtime.choices.items()
+        if not str(group).startswith("hydra")
+    }
+    OmegaConf.set_struct(composed, False)
+    del composed["hydra"]
+    values = OmegaConf.to_container(composed, resolve=False)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}, taken
 
 
 def _quoted(text: str) -> str:

@@ -7,6 +7,7 @@ hides ours. Reads directory listings only; what the files say is `compose.py`'s 
 from __future__ import annotations
 
 import importlib.util
+import os
 from functools import cache
 from pathlib import Path
 
@@ -54,6 +55,19 @@ def options(group: str, config_directory: Path | None = None) -> list[str]:
     if config_directory is not None:
         found |= {file.stem for file in (config_directory / group).glob("*.yaml")}
     return sorted(found)
+
+
+def stamp(config_directory: Path | None) -> tuple[tuple[str, int], ...]:
+    """When each file of the configuration was last written: changes whenever composing could give something else."""
+    directories = [shipped_directory()] + ([config_directory] if config_directory is not None else [])
+    return tuple(
+        (entry.path, entry.stat().st_mtime_ns)
+        for directory in directories
+        for group in ("", *GROUPS)
+        if (directory / group).is_dir()
+        for entry in os.scandir(directory / group)
+        if entry.name.endswith(".yaml")
+    )
 
 
 def comment_of(file: Path) -> str:

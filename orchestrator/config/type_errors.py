@@ -23,6 +23,9 @@ def to_problems(error: ValidationError, source_of: Callable[[str], Path | None])
         name, given = _locate(detail["loc"]), detail.get("input")
         if detail["type"] == "extra_forbidden":
             found.setdefault(name, _unknown(name, source_of(name)))
+        elif detail["type"] == "missing" and isinstance(detail["loc"][-1], int):
+            name = name.rpartition(".")[0]  # a list that is too short
+            found.setdefault(name, _wrong(name, given, "", source_of(name)))
         elif detail["type"] == "missing":
             found.setdefault(name, _missing(name, source_of(name.rpartition(".")[0])))
         else:
