@@ -85,7 +85,6 @@ class Generation:
             if self.first_step is None:
                 self.first_step, self.first_step_time = event["step"], event["time"]
         elif kind == "error" and rank not in self.failures:
-            beat = self.beats[rank]
             self.failures[rank] = RankFailure(
                 rank,
                 self.node_of(rank),
@@ -93,8 +92,8 @@ class Generation:
                 event["class"],
                 event["message"],
                 event.get("traceback", ""),
-                beat.step or None,
-                beat.phase,
+                event["step"] or None,
+                event["phase"],
             )
 
     def note_exit(self, rank: int, code: int, time: float, phase: str, step: int) -> None:

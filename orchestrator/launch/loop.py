@@ -165,7 +165,7 @@ class RunLoop:
         reports = {rank: event["report"] for rank, event in generation.ready.items()}
         problems = verify_placement(generation.placed, reports)
         if not problems:
-            self._observe({"kind": "ready", "attempt": generation.number, "ranks": len(generation.placed)})
+            self._observe({"kind": "ready", "attempt": generation.number, "ranks": _identities(generation)})
             return
         self._share_failed("placement", "; ".join(problem.message for problem in problems))
 
@@ -226,18 +226,22 @@ class RunLoop:
         failures = list(generation.failures.values())
         cause = first_cause(failures)
         self._traceback = self._traceback or cause.traceback
-        self._failed(cause.kind, describe(failures), min(now, cause.time), now, hung=cause.source == "silent")
+        # The rank's own beat is exact; what it had reported lags behind, and after a restart it has reported nothing.
+        step = cause.step or generation.failed_step
+        hung = cause.source == "silent"
+        self._failed(cause.kind, describe(failures), step, min(now, cause.time), now, hung=hung)
 
     def _share_failed(self, kind: FailureKind, detail: str) -> None:
         if self._pending is None or isinstance(self._pending, RestartRanks):
             now = time.time()
-            self._failed(kind, detail, now, now)
+            step = self._generation.failed_step if self._generation else None
+            self._failed(kind, detail, step, now, now)
 
-    def _failed(self, kind: FailureKind, detail: str, failed_at: float, now: float, *, hung: bool = False) -> None:
+    def _failed(
+        self, kind: FailureKind, detail: str, step: int | None, failed_at: float, now: float, *, hung: bool = False
+    ) -> None:
         generation = self._generation
-        step = generation.failed_step if generation else None
-        first = generation.first_step if generation else None
-        decision = decide(self._policy, Failure(kind, step, failed_at, first))
+        decision = decide(self._policy, Failure(kind, step, failed_at))
         self._close_attempt(kind, detail, now)
         self._failed_at = failed_at
         if isinstance(decision, Stop):
@@ -342,6 +346,15 @@ class RunLoop:
         if kind == "oom":
             return f"Lower training.micro_batch_size, raise parallel.zero_stage, or recompute activations. {logs}"
         return logs
+
+
+def _identities(generation: Generation) -> list[dict[str, Any]]:
+    """Who the ranks are: rank, host, process, device, node."""
+    found = []
+    for rank, event in sorted(generation.ready.items()):
+        identity = {name: event.get(name) for name in ("host", "pid", "device")}
+        found.append({"rank": rank, **identity, "node_id": event["report"].node_id})
+    return found
 
 
 def _first_line(error: BaseException | None) -> str:

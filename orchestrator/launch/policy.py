@@ -35,8 +35,6 @@ class Failure:
     """Optimizer step at which it failed; None before the first one."""
     time: float
     """Clock reading, in seconds."""
-    first_step: int | None = None
-    """First step that this attempt completed; None when it completed none."""
 
 
 @dataclass(frozen=True, slots=True)

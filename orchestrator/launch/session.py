@@ -34,9 +34,9 @@ _ENVIRONMENT = {
 _LOCAL_ENVIRONMENT = {
     # A cluster of our own on one machine is not preempted, and each watcher is one more Python process to start.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    # Ray replaces a loopback address by the machine's own, unless it is told that no other machine will join.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
-_OBJECT_STORE_BYTES = 80 * 2**20
-"""Nothing of a run goes through the object store; this is about the smallest that Ray takes without a word."""
 
 
 def cluster_address() -> str | None:
@@ -62,40 +62,30 @@ def prepare_environment() -> None:
 @contextlib.contextmanager
 def ray_session(plan: RunPlan) -> Iterator[Any]:
     """Ray, connected; yields the module. Raises `RunError` when the cluster does not answer."""
-    local = cluster_address() is None
     prepare_environment()
     warnings.filterwarnings("ignore", module=r"ray(\.|$)")
     import ray
 
-    try:
-        ray.init(**(_local_arguments(plan) if local else {"address": cluster_address()}), **_QUIET)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise RunError(_unreachable(error)) from error
-    try:
+    address = cluster_address()
+    with contextlib.ExitStack() as stack:
+        try:
+            if address is None:
+                from orchestrator.launch.own_cluster import own_cluster
+
+                address = stack.enter_context(own_cluster(_cpu_slots(plan)))
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise RunError(_unreachable(error)) from error
+        stack.callback(ray.shutdown)
         for name in ("ray", "ray.train", "ray.data"):
             logging.getLogger(name).setLevel(logging.ERROR)
         yield ray
-    finally:
-        ray.shutdown()
 
 
-_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
-
-
-def _local_arguments(plan: RunPlan) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "address": "local",
-        "include_dashboard": False,
-        "object_store_memory": _OBJECT_STORE_BYTES,
-        "_node_ip_address": "127.0.0.1",
-    }
+def _cpu_slots(plan: RunPlan) -> int:
     cores = len(os.sched_getaffinity(0))
-    if plan.config.cluster.device == "cpu":
-        # The declared processes of this machine are its slots, also where it has fewer cores.
-        arguments["num_cpus"] = max(cores, plan.config.cluster.gpus_per_node)
-    else:
-        arguments["num_cpus"] = cores
-    return arguments
+    # The declared processes of this machine are its slots, also where it has fewer cores.
+    return max(cores, plan.config.cluster.gpus_per_node) if plan.config.cluster.device == "cpu" else cores
 
 
 def _unreachable(error: Exception) -> Problem:

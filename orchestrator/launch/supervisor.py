@@ -206,6 +206,9 @@ class _Share:
         try:
             while rank.connection.poll():
                 event = rank.connection.recv()
+                if event["kind"] == "error":
+                    phase, step, _ = self._board.read(rank.task.local_rank)
+                    event |= {"phase": phase, "step": step}
                 self._driver.send(
                     {"kind": "event", "generation": self._generation, "rank": rank.task.rank, "event": event}
                 )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.launch.inventory import NODE_LABEL, resource_of
+from orchestrator.launch.session import cluster_address
 from orchestrator.launch.supervisor import SupervisorOrder, supervise
 from orchestrator.placement.topology import ShareChoice
 
@@ -47,14 +48,22 @@ def _make_trainer(order: SupervisorOrder, choice: ShareChoice, storage: Path) ->
     api: Any = ray.train
 
     class SupervisorTrainer(DataParallelTrainer):
-        """Without the callback that cleans placement groups up after a driver that died.
+        """Without what only costs time here: each part left out is one more Python process that Ray would start.
 
-        It is an actor more to start, needs a dashboard, and Ray's own job clean-up frees the group as well.
+        The callback that cleans placement groups up after a driver that died needs a dashboard, and Ray's own job
+        clean-up frees the group as well. A cluster of our own on one machine has no autoscaler to talk to.
         """
 
         def _create_default_callbacks(self) -> list[Any]:
             callbacks = super()._create_default_callbacks()
             return [callback for callback in callbacks if type(callback).__name__ != "PlacementGroupCleanerCallback"]
+
+        def _initialize_and_run_controller(self, **controller: Any) -> Any:
+            if cluster_address() is None:
+                from orchestrator.launch.own_cluster import NodesAsTheyAre
+
+                controller["scaling_policy"] = NodesAsTheyAre(controller["scaling_policy"].scaling_config)
+            return super()._initialize_and_run_controller(**controller)
 
     return SupervisorTrainer(
         functools.partial(supervise, order),

@@ -56,8 +56,9 @@ class WarmProcess:
             )
         order = {"socket": self.socket_path, "preload": list(preload), "sys_path": sys.path}
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # `failure` tells what it died of
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
 
     def close(self) -> None:
         """End it; its keepers end with their supervisors."""

@@ -61,7 +61,8 @@ def _tightest(offers: dict[str, int], groups: int, domains: dict[str, str]) -> l
         held += offers[node_id]
     surplus = held - groups
     spare = order[len(chosen) :]
-    for index, node_id in enumerate(chosen):
+    for index in reversed(range(len(chosen))):
+        node_id = chosen[index]
         if not surplus:
             break
         # The smallest unused offer that still covers the sum takes this node's place.

@@ -5,11 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from orchestrator.config.schema import RunConfig
-from orchestrator.plan.run_plan import ModelFacts, ParallelFacts, RankPlace, RunPlan
+from orchestrator.plan.run_plan import MemoryPlan, ModelFacts, ParallelFacts, RankPlace, RunPlan
 
 
 def cpu_plan(*, nodes: int = 1, slots: int = 2, tensor: int = 1, **fault_tolerance: Any) -> RunPlan:
     """A plan of nodes x slots CPU ranks, data-parallel outside `tensor`."""
+    gpu = {"name": "cpu", "memory_gib": 1}
+    return _plan("cpu", gpu, nodes, slots, tensor, fault_tolerance)
+
+
+def cuda_plan(*, nodes: int = 1, gpus: int = 8, tensor: int = 1) -> RunPlan:
+    """A plan of nodes x gpus A100 ranks, data-parallel outside `tensor`."""
+    return _plan("cuda", {"name": "A100-80GB", "memory_gib": 79.2}, nodes, gpus, tensor, {})
+
+
+def _plan(
+    device: str, gpu: dict[str, Any], nodes: int, slots: int, tensor: int, fault_tolerance: dict[str, Any]
+) -> RunPlan:
     world = nodes * slots
     config = RunConfig.model_validate(
         {
@@ -22,10 +34,10 @@ def cpu_plan(*, nodes: int = 1, slots: int = 2, tensor: int = 1, **fault_toleran
                 "max_position_embeddings": 16,
             },
             "cluster": {
-                "device": "cpu",
+                "device": device,
                 "nodes": nodes,
                 "gpus_per_node": slots,
-                "gpu": {"name": "cpu", "memory_gib": 1},
+                "gpu": gpu,
             },
             "parallel": {"tensor": tensor},
             "training": {"sequence_length": 16, "global_batch_size": world, "steps": 3},
@@ -50,4 +62,5 @@ def cpu_plan(*, nodes: int = 1, slots: int = 2, tensor: int = 1, **fault_toleran
         RankPlace(rank, rank // slots, rank % slots, data=rank // tensor, pipeline=0, context=0, tensor=rank % tensor)
         for rank in range(world)
     )
-    return RunPlan(config, ModelFacts(1, 1.0), parallel, None, ranks=ranks)
+    memory = MemoryPlan(int(gpu["memory_gib"] * 2**30), None, None, ())
+    return RunPlan(config, ModelFacts(1, 1.0), parallel, memory, ranks=ranks)

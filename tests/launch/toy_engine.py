@@ -88,8 +88,6 @@ def _act(task: RankTask, step: int) -> None:
         return
     if act == "die":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif act == "kill_supervisor":
-        _kill_ray_worker()
     elif act == "freeze":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif act == "hang":
@@ -98,7 +96,3 @@ def _act(task: RankTask, step: int) -> None:
         raise ValueError("the sequence is longer than the model can take")
     elif act == "crash":
         raise RuntimeError("an unlucky day")
-
-
-def _kill_ray_worker() -> None:
-    (Path(os.environ["TOY_SUPERVISOR_FILE"])).write_text("please")

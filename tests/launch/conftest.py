@@ -1,0 +1,85 @@
+"""Ray for the launch tests: one cluster of two nodes a session, and a launch that records what it is told."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.launch.request import LaunchOutcome, LaunchRequest
+from orchestrator.plan.run_plan import RunPlan
+
+TOY = "tests.launch.toy_engine:run"
+
+
+@dataclass
+class Told:
+    """An outcome and all events on the way to it."""
+
+    outcome: LaunchOutcome
+    events: list[dict[str, Any]]
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["kind"] == kind]
+
+
+@pytest.fixture(scope="session")
+def two_nodes() -> Iterator[str]:
+    """Address of a cluster of two nodes with two CPU slots each."""
+    from orchestrator.launch.session import prepare_environment
+
+    prepare_environment()
+    from ray.cluster_utils import Cluster
+
+    small = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={**small, "include_dashboard": False, "no_monitor": True, "include_log_monitor": False},
+    )
+    cluster.add_node(**small)
+    yield cluster.address
+    cluster.shutdown()
+
+
+Start = Callable[..., Told]
+
+
+@pytest.fixture
+def start(two_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Launches a plan on the two nodes with the toy engine; `on_event` hears of events as they come."""
+    from orchestrator.launch.run import launch
+
+    monkeypatch.setenv("RAY_ADDRESS", two_nodes)
+
+    def run(plan: RunPlan, *, on_event: Callable[[dict[str, Any]], None] | None = None, **toy: object) -> Told:
+        events: list[dict[str, Any]] = []
+
+        def observe(event: dict[str, Any]) -> None:
+            events.append(event)
+            if on_event is not None:
+                on_event(event)
+
+        environment = {f"TOY_{name.upper()}": str(value) for name, value in toy.items()}
+        request = LaunchRequest(plan, str(tmp_path), time.time(), engine=TOY, environment=environment)
+        return Told(launch(request, observe), events)
+
+    return run
+
+
+def processes_with(mark: str) -> list[int]:
+    """Living processes whose environment holds `mark`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                environment = (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if mark.encode() in environment:
+                found.append(int(entry.name))
+    return found
