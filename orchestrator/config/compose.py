@@ -126,6 +126,9 @@ def _compose(request: Request, directory: Path | None) -> _Composition:
         if not made.problems:
             made.problems.append(_composition_problem(error))
         return made
+    if directory is not None and (unusable := files.unusable(taken, directory)):
+        made.problems += unusable
+        return made
     # The experiment comes last, as in Hydra's composition: the last file that sets a key is the one that counts.
     order = [group for group in reversed(locate.GROUPS) if group in taken]
     made.sources = files.Sources({group: taken[group] for group in order}, directory)

@@ -6,6 +6,7 @@ command line whose values a body would silently replace. Reads files; composing 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +25,9 @@ def read_body(file: Path) -> dict[str, Any] | Problem:
     """What a YAML file says apart from its defaults list, interpolations unresolved; or why it cannot be read."""
     shown = locate.display(file)
     try:
-        loaded = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        with file.open(encoding="utf-8") as stream:
+            is_map = isinstance(yaml.compose(stream, Loader=yaml.SafeLoader), yaml.MappingNode | None)
+        loaded = OmegaConf.to_container(OmegaConf.load(file), resolve=False) if is_map else None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -96,7 +99,7 @@ def contradictions(sources: Sources, chosen: Mapping[str, str], assigned: set[st
         for file, values in sources.values.items():
             if file == own_file or sources.group_of.get(file) not in ("experiment", "cluster"):
                 continue
-            for key, wanted in sources.values[own_file].items():
+            for key, wanted in sources.values.get(own_file, {}).items():
                 other = _value_over(values, key)
                 if other is None or other[1] == wanted or _settled(key, assigned):
                     continue
@@ -169,6 +172,35 @@ def check_config_directory(directory: Path) -> list[Problem]:
                 )
             )
     return problems
+
+
+def unusable(taken: Mapping[str, str], directory: Path) -> list[Problem]:
+    """What Hydra would silently misread in the user's own files that were taken: no map, values at another place."""
+    problems = []
+    for group, option in taken.items():
+        file = directory / group / f"{option}.yaml"
+        if group not in locate.GROUPS or not file.is_file():
+            continue
+        body = read_body(file)
+        if isinstance(body, Problem):
+            problems.append(body)
+        elif locate.PACKAGES[group] != group and not _says_its_place(file):
+            package = locate.PACKAGES[group] or "_global_"
+            problems.append(
+                Problem(
+                    group,
+                    f"{file}: its values would land under `{group}`.",
+                    f"Put `# @package {package}` into its first line.",
+                )
+            )
+    return problems
+
+
+def _says_its_place(file: Path) -> bool:
+    comments = itertools.takewhile(
+        lambda line: not line.strip() or line.startswith("#"), file.read_text(encoding="utf-8").splitlines()
+    )
+    return any("@package" in line for line in comments)
 
 
 def broken_files(config_directory: Path | None, wanted: Mapping[str, str] | None = None) -> list[Problem]:

@@ -48,19 +48,9 @@ def _locate(path: tuple[int | str, ...]) -> str:
 
 
 def _unknown(name: str, file: Path | None) -> Problem:
-    head = name.partition(".")[0]
-    where = f"{locate.display(file)}: " if file else ""
-    if file is not None and head == file.parent.name and locate.PACKAGES.get(head, head) != head:
-        package = locate.PACKAGES[head] or "_global_"
-        return Problem(
-            name, f"{where}its values would land under `{head}`.", f"Put `# @package {package}` into its first line."
-        )
+    where = f"{locate.display(file)}: there" if file else "There"
     hint = did_you_mean(nearest_keys(name, keys.leaf_names()))
-    return Problem(
-        name,
-        f"{where}there is no key `{name}`.".capitalize() if not where else f"{where}there is no key `{name}`.",
-        hint,
-    )
+    return Problem(name, f"{where} is no key `{name}`.", hint)
 
 
 def _missing(name: str, file: Path | None) -> Problem:
