@@ -7,6 +7,7 @@ Everything that is no flag and comes after the command is an override in Hydra's
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -51,12 +52,11 @@ class Invocation:
             raise ConfigError(self.problems)
         return config
 
-    def words(self, command: str) -> str:
-        """The command line that does `command` for the same configuration."""
-        import shlex
-
+    def words(self, command: str, overrides: Sequence[str] | None = None) -> str:
+        """The command line that does `command` for the same configuration (or for other overrides)."""
         place = ["--config-dir", self.config_directory] if self.config_directory is not None else []
-        return " ".join(["python -m orchestrator", command, *(shlex.quote(word) for word in [*self.overrides, *place])])
+        said = [*(self.overrides if overrides is None else overrides), *place]
+        return " ".join(["python -m orchestrator", command, *map(shlex.quote, said)])
 
 
 def parse(words: Sequence[str]) -> Invocation:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.cli.invocation import Invocation
@@ -49,14 +50,17 @@ def plan_to_run(invocation: Invocation, overrides: Sequence[str] | None = None) 
     if config is None:
         raise RefusedError(problems)
     plan = make_plan(config)
-    later = _new(problems_before_start(plan), problems)
+    later = _new(problems_before_start(plan, invocation.words("plan", words)), problems)
     if not problems and not later:
         return plan
     raise RefusedError(problems, later) if problems else RefusedError(later)
 
 
-def problems_before_start(plan: RunPlan) -> tuple[Problem, ...]:
-    """All that speaks against starting this plan on this machine, in the order of the user's interest."""
+def problems_before_start(plan: RunPlan, plan_command: str) -> tuple[Problem, ...]:
+    """All that speaks against starting this plan on this machine, in the order of the user's interest.
+
+    `plan_command` is what to type to see the plan without its hardware.
+    """
     from orchestrator.data.check import check_data
     from orchestrator.launch.hardware import check_hardware
     from orchestrator.tracking.destination import check_tracking
@@ -65,7 +69,10 @@ def problems_before_start(plan: RunPlan) -> tuple[Problem, ...]:
     config = plan.config
     found = [*plan.problems]
     if plan.feasible:
-        found += [*check_hardware(plan), *engine_problems(plan)]
+        # The room that knows the hardware knows the experiment, not what else was typed.
+        short = f"python -m orchestrator plan +experiment={config.run.experiment}"
+        found += [replace(problem, fix=problem.fix.replace(short, plan_command)) for problem in check_hardware(plan)]
+        found += engine_problems(plan)
     found += check_data(config)
     found += check_run_directory(config)
     found += check_tracking(config, os.environ, Path.cwd())

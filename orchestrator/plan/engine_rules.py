@@ -45,11 +45,9 @@ LIMITS: tuple[Limit, ...] = (
 
 
 def _shown(value: Any) -> str:
-    return (
-        {None: "null", True: "true", False: "false"}.get(value, str(value))
-        if value in (None, True, False)
-        else str(value)
-    )
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def engine_problems(plan: RunPlan) -> tuple[Problem, ...]:
