@@ -56,9 +56,9 @@ def flops_per_token(sizes: ModelSizes, sequence_length: int) -> float:
     """Floating-point operations of forward and backward for one token of a sequence of that many tokens.
 
     6 x matmul parameters + 12 x L x h x s (PaLM, Chowdhery et al. 2022, appendix B), with h = heads x head_dim, which
-    is the hidden size except where `head_dim` says otherwise. No recompute; the causal mask is not halved. With a
-    sliding window shorter than the sequence, s is the window: the rest is neither needed nor credited.
+    is the hidden size except where `head_dim` says otherwise. No recompute; neither the causal mask nor a sliding window
+    is deducted, so that figures of different models compare: what a window shorter than the sequence saves shows as a
+    higher MFU.
     """
     width = sizes.num_attention_heads * head_features(sizes)
-    attended = min(sequence_length, sizes.sliding_window or sequence_length)
-    return 6.0 * matmul_parameters(sizes) + 12.0 * sizes.num_hidden_layers * width * attended
+    return 6.0 * matmul_parameters(sizes) + 12.0 * sizes.num_hidden_layers * width * sequence_length
