@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from orchestrator.config.schema import RunConfig
+from orchestrator.engine.allocator import keep_freed_memory
 from orchestrator.engine.initialise import block_seed
 from orchestrator.engine.mesh import Mesh
 from orchestrator.plan.rank_task import RankTask
@@ -34,6 +35,7 @@ def prepare_process(task: RankTask) -> torch.device:
         # Deterministic mode would also fill every new tensor with NaN: a debugging aid that costs memory bandwidth.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if cluster.device == "cpu":
+        keep_freed_memory()
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise RuntimeError(f"rank {task.rank} is to compute on CUDA but sees no GPU")
