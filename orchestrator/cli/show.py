@@ -12,6 +12,9 @@ from collections.abc import Iterable, Sequence
 
 from orchestrator.errors import Problem
 
+_PROGRAM = "python -m orchestrator"
+"""Where a command begins at the end of a fix."""
+
 
 def problems_text(problems: Sequence[Problem], width: int, opening: str = "", besides: int = 0) -> str:
     """The problems as a list: key, reason, and under an arrow what to change. The last `besides` stand apart."""
@@ -27,8 +30,11 @@ def problems_text(problems: Sequence[Problem], width: int, opening: str = "", be
         indent = " " * len(first)
         text = f"{problem.key}: {problem.message}" if problem.key else problem.message
         lines += _wrapped(text, width, first, indent)
-        if problem.fix.strip():
-            lines += _wrapped(problem.fix, width, f"{indent}-> ", f"{indent}   ")
+        advice, named, arguments = problem.fix.partition(_PROGRAM)
+        if advice.strip():
+            lines += _wrapped(advice, width, f"{indent}-> ", f"{indent}   ")
+        if named:
+            lines.append(f"{indent}   {named}{arguments}")  # in one piece, to be copied
     return "\n".join(lines)
 
 
