@@ -33,9 +33,13 @@ class Weight:
         return prod(shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Architecture:
-    """Sizes of a decoder-only transformer and the weights of its parts."""
+    """Sizes of a decoder-only transformer and the weights of its parts.
+
+    Compared by identity, which makes it a cheap key of the caches; `architecture_of` gives the same one for the same
+    sizes.
+    """
 
     layers: int
     hidden: int

@@ -15,7 +15,7 @@ from orchestrator.plan.device import Device
 from orchestrator.plan.system_profile import SystemProfile
 from orchestrator.plan.work import Work
 
-_LARGEST_SHARE = 0.9
+_LARGEST_SHARE = 0.95
 """No matrix product runs faster than this share of a GPU's dense peak."""
 
 

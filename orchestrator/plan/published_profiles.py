@@ -108,6 +108,15 @@ PUBLISHED: Mapping[str, SystemProfile] = {
     profile.name: profile
     for profile in (
         _ZERO_PAPER,
+        replace(
+            _ZERO_PAPER,
+            name="deepspeed_estimator",
+            states={
+                # Half-precision gradients whole beside an FP32 copy in the shard.
+                "fp16_mixed": StateBytes(weights=2, master=4, gradients=4, moments=8, gathered=2, raw_gradients=2)
+            },
+            source="DeepSpeed, docs/code-docs/source/memory.rst: 4P + 16P/N in stage 2, 18P/N + 4 x largest in stage 3",
+        ),
         _MEGATRON,
         _DEEPSPEED,
         replace(
@@ -126,6 +135,12 @@ PUBLISHED: Mapping[str, SystemProfile] = {
             master_gathered=True,
             reduces_each_micro_batch=True,
             source="MaxText and Paxml",
+        ),
+        replace(
+            _COMPILED,
+            name="llama3",
+            overlaps_context=False,
+            source="Grattafiori et al. 2024, arXiv:2407.21783, section 3.3: no resharding, no overlap of TP and CP",
         ),
         replace(_FSDP, name="fsdp1", source="llm-foundry and fms-fsdp on PyTorch FSDP"),
         _FSDP,

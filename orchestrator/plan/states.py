@@ -55,24 +55,32 @@ class StateMemory:
         return self.parameters + self.gradients + self.optimizer
 
 
-def held_stages(parallel: ParallelFacts, pipeline_rank: int) -> tuple[tuple[int, bool, bool], ...]:
-    """(layers, holds embedding, holds head) of every virtual stage of a pipeline rank."""
-    last = len(parallel.stage_layers) - 1
-    numbers = stages_of_rank(pipeline_rank, parallel.pipeline, parallel.virtual_stages, parallel.schedule)
+Stages = tuple[tuple[int, bool, bool], ...]
+"""(layers, holds embedding, holds head) of every virtual stage that a pipeline rank holds."""
+
+
+def held_stages(parallel: ParallelFacts) -> tuple[Stages, ...]:
+    """The stages of every pipeline rank."""
+    return _held_stages(parallel.stage_layers, parallel.pipeline, parallel.virtual_stages, parallel.schedule)
+
+
+@lru_cache(maxsize=4096)
+def _held_stages(
+    stage_layers: tuple[tuple[int, int], ...], pipeline: int, virtual_stages: int, schedule: str
+) -> tuple[Stages, ...]:
+    last = len(stage_layers) - 1
     return tuple(
-        (parallel.stage_layers[stage][1] - parallel.stage_layers[stage][0], stage == 0, stage == last)
-        for stage in numbers
+        tuple(
+            (stage_layers[stage][1] - stage_layers[stage][0], stage == 0, stage == last)
+            for stage in stages_of_rank(rank, pipeline, virtual_stages, schedule)
+        )
+        for rank in range(pipeline)
     )
 
 
 @lru_cache(maxsize=65536)
-def rank_elements(
-    architecture: Architecture, stages: tuple[tuple[int, bool, bool], ...], tensor: int, zero_group: int
-) -> StageElements:
-    """Elements of a pipeline rank that holds `stages`, each given as (layers, holds embedding, holds head).
-
-    A rank that holds both ends keeps a tied matrix once.
-    """
+def rank_elements(architecture: Architecture, stages: Stages, tensor: int, zero_group: int) -> StageElements:
+    """Elements of a pipeline rank that holds `stages`. A rank that holds both ends keeps a tied matrix once."""
     layers = sum(count for count, _, _ in stages)
     first, last = any(stage[1] for stage in stages), any(stage[2] for stage in stages)
     ends = max(

@@ -21,7 +21,7 @@ from orchestrator.plan.constants import (
     Fitted,
 )
 from orchestrator.plan.device import Device
-from orchestrator.plan.states import StageElements, held_stages, rank_elements
+from orchestrator.plan.states import StageElements, Stages, held_stages, rank_elements
 from orchestrator.plan.system_profile import SystemProfile
 from orchestrator.plan.timeline import ActionSeconds, pipeline_timeline
 from orchestrator.plan.traffic import (
@@ -78,19 +78,19 @@ class Load:
 
 def loads(work: Work) -> tuple[Load, ...]:
     """The load of every pipeline rank."""
-    facts = work.parallel
-    found = []
-    for rank in range(facts.pipeline):
-        stages = held_stages(facts, rank)
-        found.append(
-            Load(
-                layers=sum(stage[0] for stage in stages),
-                embedding=any(stage[1] for stage in stages),
-                head=any(stage[2] for stage in stages),
-                elements=rank_elements(work.architecture, stages, facts.tensor, facts.zero_group),
-            )
-        )
-    return tuple(found)
+    facts, seen = work.parallel, dict[Stages, Load]()
+    return tuple(seen.get(stages) or _load(work, stages, seen) for stages in held_stages(facts))
+
+
+def _load(work: Work, stages: Stages, seen: dict[Stages, Load]) -> Load:
+    found = Load(
+        layers=sum(stage[0] for stage in stages),
+        embedding=any(stage[1] for stage in stages),
+        head=any(stage[2] for stage in stages),
+        elements=rank_elements(work.architecture, stages, work.parallel.tensor, work.parallel.zero_group),
+    )
+    seen[stages] = found
+    return found
 
 
 @lru_cache(maxsize=16384)

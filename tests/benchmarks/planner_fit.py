@@ -19,6 +19,34 @@ Array = NDArray[np.float64]
 Predict = Callable[[Fitted], Array]
 """Logarithm of the predicted quantity of every row under given numbers."""
 
+PRIOR = Fitted(
+    product_share=0.8,
+    product_fall=0.15,
+    young_loss=0.3,
+    young_months=24.0,
+    product_passes=1.0,
+    eager_passes=1.5,
+    fused_passes=1.0,
+    flash_share=0.45,
+    flash_fused_share=0.7,
+    score_bytes=13.0,
+    odd_head_factor=4.0,
+    odd_width_factor=1.2,
+    block_overhead_seconds=2e-4,
+    nvlink_share=0.8,
+    network_share=0.7,
+    tensor_hidden=0.7,
+    data_exposed=0.15,
+    context_exposed=0.3,
+    pipeline_exposed=0.5,
+    jitter=0.005,
+    loss_bytes=24.0,
+    step_overhead_seconds=0.03,
+)
+"""Where every fit starts and what it is pulled to: guesses from counting kernels and from data sheets, made before any
+measurement was looked at in detail. The shipped numbers are not used here, so that a fit without a configuration knows
+nothing of it."""
+
 NAMES = tuple(field.name for field in fields(Fitted))
 HUBER = 0.12
 """Log error up to which a row counts quadratically."""

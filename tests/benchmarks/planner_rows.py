@@ -13,6 +13,8 @@ from pathlib import Path
 
 from orchestrator.plan.architecture import Architecture, Weight
 from orchestrator.plan.device import Device
+from orchestrator.plan.memory import memories_of
+from orchestrator.plan.profiles import SystemProfile, profile_named
 from orchestrator.plan.run_plan import ParallelFacts
 from orchestrator.plan.stages import as_ranges
 from orchestrator.plan.work import Recompute, Work
@@ -142,9 +144,12 @@ def virtual_stages_of_row(row: Row, pipeline: int) -> int:
         return number(row, "vpp")
     if row["framework"].startswith("torchtitan"):
         return 2
-    per_rank = number(row, "layers") // pipeline
-    if number(row, "layers") % pipeline:
+    layers = number(row, "layers")
+    # Embedding and head take the place of a layer each where that makes the stages even.
+    slots = layers + 2 if layers % pipeline and (layers + 2) % pipeline == 0 else layers
+    if slots % pipeline:
         return 1
+    per_rank = slots // pipeline
     choices = [count for count in range(1, per_rank + 1) if per_rank % count == 0 and per_rank // count >= 2]
     return max(choices, default=per_rank)
 
@@ -238,19 +243,64 @@ _RECOMPUTE: dict[str, Recompute] = {
     "selective-op": "operators",
     "selective-layer": "layers",
     "full": "full",
-    "": "none",
 }
+_LEAST_FIRST: tuple[Recompute, ...] = ("none", "cheap", "full")
+
+_PROFILES = (
+    ("llm-foundry", "fsdp1"),
+    ("fms-fsdp", "fsdp1"),
+    ("KempnerForge", "kempner_forge"),
+    ("torchtitan FSDP2 +compile +asyncTP", "fsdp2_async"),
+    ("torchtitan FSDP2 +compile", "fsdp2_compiled"),
+    ("torchtitan", "fsdp2"),
+    ("NeMo", "megatron_core"),
+    ("Megatron-Core", "megatron_core"),
+    ("Meta internal", "llama3"),
+    ("Paxml", "xla_fsdp"),
+    ("MaxText", "xla_fsdp"),
+    ("DeepSpeed ZeRO-3", "deepspeed_zero3"),
+    ("HF Trainer + DeepSpeed ZeRO-3", "deepspeed_zero3"),
+    ("Megatron+DeepSpeed ZeRO-3", "deepspeed_zero3"),
+    ("Megatron+DeepSpeed", "megatron_deepspeed"),
+    ("Megatron-DeepSpeed", "megatron_deepspeed"),
+    ("Megatron-LM", "megatron"),
+)
+"""Beginning of a table's `framework` -> the profile that describes it; the first that matches counts."""
+
+
+def profile_of_row(row: Row) -> SystemProfile:
+    """The profile of the row's framework."""
+    for beginning, name in _PROFILES:
+        if row["framework"].startswith(beginning):
+            return profile_named(name)
+    raise Inexpressible(f"no profile describes the framework {row['framework']!r}")
 
 
 def work_of_row(row: Row) -> Work:
-    """What one GPU of the row's plan does in a step."""
+    """What one GPU of the row's plan does in a step.
+
+    Where the table does not say what is recomputed, it is the least with which the planner's memory fits the GPU.
+    """
+    if row["recompute"]:
+        if row["recompute"] not in _RECOMPUTE:
+            raise Inexpressible(f"recompute {row['recompute']!r} has no meaning here")
+        return _work(row, _RECOMPUTE[row["recompute"]])
+    profile, capacity = profile_of_row(row), gpu_of(row).memory_gib * 2**30
+    for recompute in _LEAST_FIRST:
+        work = _work(row, recompute)
+        if max(memory.total_bytes or 0 for memory in memories_of(work, profile)) <= capacity:
+            return work
+    return _work(row, "full")
+
+
+def _work(row: Row, recompute: Recompute) -> Work:
     return Work(
         architecture=architecture_of_row(row),
         parallel=facts_of_row(row),
         sequence_length=number(row, "seq_len"),
         micro_batch_size=micro_batch_of_row(row),
         precision=_PRECISIONS[row["precision"].split("-")[0]],
-        recompute=_RECOMPUTE[row["recompute"]],
+        recompute=recompute,
         sequence_parallel=row["seq_parallel"] == "1" and number(row, "tp", 1) > 1,
     )
 
