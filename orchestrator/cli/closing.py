@@ -111,8 +111,7 @@ def how_to_continue(status: str, summary: dict[str, Any], plan: RunPlan, invocat
 
 
 def _verdict(summary: dict[str, Any], outcome: LaunchOutcome) -> str:
-    status = {"finished": "finished", "stopped": "stopped", "failed": "failed"}[outcome.status]
-    parts = [f"{status} after step {summary['steps']}"]
+    parts = [f"{outcome.status} after step {summary['steps']}"]
     if summary["tokens_per_second"]:
         parts.append(f"{summary['tokens_per_second']:,.0f} tokens/s")
     if summary["mfu"]:

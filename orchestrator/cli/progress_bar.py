@@ -19,7 +19,7 @@ class ProgressBar:
         self._steps = steps
         self._pace = Pace(steps)
         self._placement: tuple[str, ...] = ()
-        self._console = console or Console(highlight=False)
+        self._console = console or Console()
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -51,7 +51,7 @@ class ProgressBar:
             )
             return
         for line in event_lines(event, self._placement):
-            self._console.print(line, markup=False, soft_wrap=True)
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         if event["kind"] == "placement":
             self._placement = placement_lines(event["table"])
         if event["kind"] == "resumed" and event.get("step"):

@@ -73,9 +73,16 @@ def _launch_and_record(plan: RunPlan, directory: RunDirectory, invocation: Invoc
     forwarder = start_forwarder(directory.path)
     try:
         with make_progress(steps) as progress:
-            outcome = launch(LaunchRequest(plan, str(directory.path), started), progress.observe)
+
+            def observe(event: dict[str, Any]) -> None:
+                if event["kind"] == "placement":
+                    directory.write_json("placement.json", event["table"])
+                progress.observe(event)
+
+            outcome = launch(LaunchRequest(plan, str(directory.path), started), observe)
     except BaseException:
         forwarder.kill()  # nothing was started, so nothing was recorded
+        directory.record_attempts(())
         raise
     summary = _record(plan, directory, outcome)
     tracked = None
@@ -94,14 +101,11 @@ def _launch_and_record(plan: RunPlan, directory: RunDirectory, invocation: Invoc
 
 
 def _record(plan: RunPlan, directory: RunDirectory, outcome: LaunchOutcome) -> dict[str, Any]:
-    """Write what is known at the end into the run's folder: attempts, placement, summary."""
-    from dataclasses import asdict
-
+    """Write what is known at the end into the run's folder: attempts and summary."""
     from orchestrator.checkpoint.folder import newest_complete
     from orchestrator.tracking.summary import build_summary
 
     directory.record_attempts(outcome.attempts)
-    directory.write_json("placement.json", [asdict(entry) for entry in outcome.placement])
     newest = newest_complete(directory.checkpoints)
     summary = build_summary(
         plan,
