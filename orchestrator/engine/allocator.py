@@ -2,8 +2,9 @@
 
 Owns one setting of the C library. A tensor of more than 32 MiB (the logits, for one) is otherwise mapped anew for every
 operation, and the kernel clears each of its pages on first touch: that costs more than the operation. Measured on one
-thread: an FP32 product of 33 MiB takes 7.4 instead of 17.8 ms (0 instead of 8,449 page faults), a whole training step
-of a small LLaMA 543 instead of 616. The results are the same bits. Not for GPUs: their tensors do not come from here.
+thread: an FP32 product of 33 MiB takes 7.4 instead of 17.8 ms, a training step of a small LLaMA (hidden 256, 4 layers,
+8 x 256 tokens, vocabulary 4096) 536 instead of 644, with 0 instead of 36,000 page faults; the resident set peaks 9 %
+higher. The results are the same bits. Not for GPUs: their tensors do not come from here.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ LARGEST_INT = 2**31 - 1
 def keep_freed_memory() -> bool:
     """Keep freed blocks up to 1 GiB in this process for the next use; whether the C library took the setting.
 
-    Only glibc has it; elsewhere nothing happens and the answer is False. The process's resident memory then stays at
-    its high-water mark, which it reaches in every step anyway.
+    Only glibc has it; elsewhere nothing happens and the answer is False. The process's resident memory then stays near
+    its high-water mark, which every step reaches anyway.
     """
     if not sys.platform.startswith("linux"):
         return False

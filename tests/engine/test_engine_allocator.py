@@ -20,10 +20,8 @@ torch.set_num_threads(1)
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
 values = torch.ones(10 * 2**20)
-for _ in range(3):
-    values * values
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(4):
+for _ in range(30):
     values * values
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
@@ -34,6 +32,7 @@ def page_faults(mode: str) -> int:
     return int(result.stdout)
 
 
-def test_a_second_large_tensor_touches_no_new_page() -> None:
+def test_large_tensors_mostly_touch_pages_that_the_process_already_has() -> None:
+    """Not from the first on: the heap first grows until aligned blocks find room in what was freed."""
     kept, given_back = page_faults("kept"), page_faults("given back")
-    assert 4 * kept < given_back  # with transparent huge pages there are few faults either way
+    assert 2 * kept < given_back
