@@ -14,53 +14,57 @@ from dataclasses import dataclass
 class Fitted:
     """Numbers fitted to published measurements; shares are 0 to 1."""
 
-    product_share: float = 0.9
+    product_share: float = 0.92
     """Share of a 312 TFLOP/s peak that large matrix products reach with mature libraries."""
-    product_fall: float = 0.2
+    product_fall: float = 0.0773
     """How that share falls with the peak: (312e12 / peak) ** this."""
-    young_loss: float = 0.30
+    young_loss: float = 0.324
     """Share of the rate that libraries lose on a GPU that has just come out."""
-    young_months: float = 30
+    young_months: float = 56.3
     """Months after which that loss has fallen to 1/e."""
-    product_passes: float = 0.8
+    product_passes: float = 0.684
     """Passes over inputs, weights and outputs of a matrix product that are not hidden behind it."""
-    eager_passes: float = 1.25
+    eager_passes: float = 1.67
     """Memory traffic of elementwise kernels relative to the fused count, one kernel an operation."""
-    fused_passes: float = 0.75
+    fused_passes: float = 0.593
     """The same with fused kernels."""
-    flash_share: float = 0.4
+    flash_share: float = 0.386
     """Rate of flash attention relative to that of large matrix products."""
-    flash_fused_share: float = 0.75
+    flash_fused_share: float = 0.672
     """The same for kernels written for the GPU's generation (cuDNN, Transformer Engine)."""
-    score_bytes: float = 8
+    score_bytes: float = 8.06
     """Memory traffic of one attention score when scores are stored, forward, in bytes."""
-    odd_head_factor: float = 10
+    odd_head_factor: float = 9
     """Slow-down of attention's products when head_dim is no multiple of 8."""
-    odd_width_factor: float = 1.4
+    odd_width_factor: float = 1.5
     """Slow-down of matrix products when a cut dimension is no multiple of 64."""
-    block_overhead_seconds: float = 3e-4
+    block_overhead_seconds: float = 0.000293
     """Fixed time of one block and micro-batch, forward and backward (launches, allreduce latencies, small kernels)."""
-    nvlink_share: float = 0.85
+    nvlink_share: float = 0.838
     """Share of the NVLink rate that large collectives reach."""
-    network_share: float = 0.65
+    network_share: float = 0.606
     """Share of the network rate that large collectives reach."""
-    tensor_hidden: float = 0.9
+    tensor_hidden: float = 0.769
     """Share of tensor-parallel traffic hidden by systems that overlap it."""
-    data_exposed: float = 0.2
+    data_exposed: float = 0.165
     """Share of overlapped data-parallel traffic that is exposed although compute would cover it."""
-    context_exposed: float = 0.2
+    context_exposed: float = 0.271
     """Share of context-parallel traffic that is exposed."""
-    pipeline_exposed: float = 0.9
+    pipeline_exposed: float = 0.98
     """Share of stage-to-stage traffic that is exposed."""
-    jitter: float = 0.002
+    jitter: float = 0.00209
     """Step time added with each doubling of the number of nodes (stragglers, congestion)."""
-    loss_bytes: float = 20
+    loss_bytes: float = 17.4
     """Memory traffic of one logit in loss and its gradient, in bytes."""
-    step_overhead_seconds: float = 0.05
+    step_overhead_seconds: float = 0.0864
     """Fixed time of an optimizer step."""
 
 
 FITTED = Fitted()
+
+RESERVE_SHARES = {"fsdp": 0.19, "megatron_deepspeed": 0.16}
+"""Share of all other memory that allocator and libraries take on top, by kind of system: medians over the rows of
+published tables whose memory is printed (peak reserved, and nvidia-smi)."""
 
 COLLECTIVE_LATENCY_SECONDS = 20e-6
 """Time of a small collective inside a node (H200 and B200, 8 ranks: 39 to 50 us for all-reduce up to 0.5 MB;

@@ -54,7 +54,7 @@ def _time_plan(config: RunConfig, work: Work, device: Device, seconds: StepSecon
         tokens_per_second=rate,
         tokens_per_second_per_gpu=rate / ranks,
         mfu=rate / ranks * flops / device.peak_flops,
-        bubble_fraction=seconds.bubble / step,
+        bubble_fraction=seconds.bubble_fraction,
         days=None if steps is None else steps * step / _SECONDS_A_DAY,
     )
 

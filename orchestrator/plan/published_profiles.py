@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from orchestrator.plan.constants import RESERVE_SHARES
 from orchestrator.plan.system_profile import StateBytes, SystemProfile
 
 _MIXED_32 = StateBytes(weights=2, master=4, gradients=4, moments=8, gathered=2, raw_gradients=0)
+_MIXED_16 = StateBytes(weights=2, master=4, gradients=2, moments=8, gathered=2, raw_gradients=0)
 _MASTER_ONLY = StateBytes(weights=0, master=4, gradients=4, moments=8, gathered=2, raw_gradients=2)
 
 _MEGATRON = SystemProfile(
@@ -42,10 +44,9 @@ _MEGATRON = SystemProfile(
 )
 
 
-_PAPER_MIXED = StateBytes(weights=2, master=4, gradients=2, moments=8, gathered=2, raw_gradients=0)
 _PAPER = {
-    "bf16_mixed": _PAPER_MIXED,
-    "fp16_mixed": _PAPER_MIXED,
+    "bf16_mixed": _MIXED_16,
+    "fp16_mixed": _MIXED_16,
     "bf16_pure": StateBytes(weights=2, master=0, gradients=2, moments=4, gathered=2, raw_gradients=0),
     "fp32": StateBytes(weights=4, master=0, gradients=4, moments=8, gathered=4, raw_gradients=0),
 }
@@ -69,6 +70,10 @@ _DEEPSPEED = replace(
     },
     scatters_boundary=False,
     keeps_stage_outputs=True,
+    reserve_share=RESERVE_SHARES["megatron_deepspeed"],
+    # Context and communicators, and ZeRO's buckets of 5e8 half-precision elements: two to reduce, one to gather
+    # (DeepSpeed's defaults).
+    context_bytes=2**30 + 3 * 10**9,
     source="BigScience tr11 chronicles; DeepSpeed fp16 and bf16 optimizers",
 )
 
@@ -88,6 +93,7 @@ _FSDP = replace(
     dropout_masks=0,
     keeps_stage_outputs=True,
     logit_bytes=12,
+    reserve_share=RESERVE_SHARES["fsdp"],
     source="torchtitan, benchmarks/ and its paper (arXiv:2410.06511)",
 )
 
@@ -96,6 +102,8 @@ _COMPILED = replace(_FSDP, name="fsdp2_compiled", fused_kernels=True, norms="fus
 _CORE = replace(
     _MEGATRON,
     name="megatron_core",
+    # Gradients stay in BF16 (grad_reduce_in_fp32=False in the performance recipes).
+    states={"fp16_mixed": _MIXED_16, "bf16_mixed": _MIXED_16},
     attention="flash",
     fused_attention=True,
     overlaps_data=True,
@@ -139,10 +147,18 @@ PUBLISHED: Mapping[str, SystemProfile] = {
         replace(
             _COMPILED,
             name="llama3",
+            reserve_share=0.0,
             overlaps_context=False,
             source="Grattafiori et al. 2024, arXiv:2407.21783, section 3.3: no resharding, no overlap of TP and CP",
         ),
-        replace(_FSDP, name="fsdp1", source="llm-foundry and fms-fsdp on PyTorch FSDP"),
+        replace(
+            _FSDP,
+            name="fsdp1",
+            norms="fused",
+            logit_bytes=4,
+            reserve_share=0.0,
+            source="llm-foundry: FSDP, low-precision LayerNorm, fused cross-entropy; fms-fsdp",
+        ),
         _FSDP,
         _COMPILED,
         replace(_COMPILED, name="fsdp2_async", overlaps_tensor=True),
@@ -153,6 +169,7 @@ PUBLISHED: Mapping[str, SystemProfile] = {
             shares_while_accumulating="never",
             logits_cut=False,
             logit_bytes=6,
+            reserve_share=0.0,
             source="KempnerForge benchmarks: BF16 weights and states, accumulation without reduction",
         ),
     )

@@ -56,6 +56,12 @@ class StepSeconds:
         sent = self.tensor + self.pipeline + self.context + self.data + self.offload
         return self.compute + self.bubble + sent + self.optimizer
 
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the pipeline's time in which a rank waits for others; (p - 1) / (m + p - 1) for equal 1F1B stages."""
+        busy = self.compute + self.tensor + self.context
+        return self.bubble / (busy + self.bubble)
+
 
 @dataclass(frozen=True, slots=True)
 class Load:

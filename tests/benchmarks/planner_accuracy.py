@@ -54,7 +54,7 @@ def by_label(title: str, entries: Sequence[Entry]) -> list[str]:
     return lines
 
 
-def speed_report(directory: Path, show_fit: bool) -> list[str]:
+def speed_report(directory: Path, show_fit: bool, rounds: int) -> list[str]:
     """Throughput: the headline, and apart from it what it leaves out."""
     cases, unexpressed = planner_speed.speed_cases(directory)
     if not cases:
@@ -67,7 +67,7 @@ def speed_report(directory: Path, show_fit: bool) -> list[str]:
     if len(headline) > 1:
         fit = planner_speed.fit_speed(headline)
         lost = [Entry(item.row["kind"], item.row["row_id"], 1.0) for item in missing]
-        held = _speed_entries(headline, planner_speed.held_out_errors(headline, fit))
+        held = _speed_entries(headline, planner_speed.held_out_errors(headline, fit, rounds))
         lines += by_label("leave one configuration out", held + lost)
         logs = planner_speed.predictor(headline)(FITTED)
         lines += by_label("as shipped", _speed_entries(headline, planner_speed.relative_errors(logs, headline)) + lost)
@@ -200,11 +200,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.planner_accuracy", description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--fit", action="store_true", help="print the numbers fitted to all rows of the headline")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="Gauss-Newton steps of each refit without a configuration"
+    )
     options = parser.parse_args(arguments)
     if not any(options.directory.glob("*.csv")):
         sys.stderr.write(f"{options.directory} holds no tables (*.csv)\n")
         return 2
-    lines = speed_report(options.directory, options.fit)
+    lines = speed_report(options.directory, options.fit, options.rounds)
     lines += memory_report(options.directory) + formula_report(options.directory) + runs_report(options.directory)
     sys.stdout.write("\n".join(lines).lstrip("\n") + "\n")
     return 0

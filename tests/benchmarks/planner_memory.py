@@ -92,7 +92,7 @@ def held_out_errors(cases: Sequence[MemoryCase]) -> list[float]:
             other
             for other in cases
             if other.measured is not None
-            and other.profile.name == case.profile.name
+            and other.profile.reserve_share == case.profile.reserve_share
             and configuration(other.row) != configuration(case.row)
         ]
         share = best_share(others) if others else None

@@ -116,10 +116,10 @@ def fit_speed(cases: Sequence[SpeedCase]) -> Fit:
     return fit_all(predictor(cases), _log_measured(cases), weights_of(cases), PRIOR)
 
 
-def held_out_errors(cases: Sequence[SpeedCase], fit: Fit) -> Array:
+def held_out_errors(cases: Sequence[SpeedCase], fit: Fit, rounds: int) -> Array:
     """Relative error of each case by numbers fitted without its configuration."""
     labels = [configuration(case.row) for case in cases]
-    logs = leave_out(fit, predictor(cases), _log_measured(cases), weights_of(cases), PRIOR, labels)
+    logs = leave_out(fit, predictor(cases), _log_measured(cases), weights_of(cases), PRIOR, labels, rounds)
     return relative_errors(logs, cases)
 
 
