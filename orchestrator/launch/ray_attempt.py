@@ -53,6 +53,7 @@ class RayAttempt:
             key=self._channel.key,
             attempt=self._number,
             engine=self._request.engine,
+            preload=self._request.preload,
             logs_directory=str(Path(self._request.run_directory) / "logs"),
             device=device,
             slots=choice.share_size,

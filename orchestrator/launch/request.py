@@ -12,6 +12,14 @@ from orchestrator.plan.run_plan import RunPlan
 
 ENGINE = "orchestrator.engine.rank:run_rank"
 """What each rank runs: `module:function`, called with (RankTask, RankLink)."""
+ENGINE_PRELOAD = (
+    "torch",
+    "torch._dynamo",  # building any optimizer imports it, about a second
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint.state_dict",
+)
+"""What the engine imports late, when a step or a save first needs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,8 @@ class LaunchRequest:
     """`module:function` that every rank runs."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for every rank, over the ones that the driver passes on (`NCCL_*`, `GLOO_*`, `TORCH_*`)."""
+    preload: tuple[str, ...] = ENGINE_PRELOAD
+    """Modules that warm processes import before they fork ranks, beside the engine's own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,6 @@ def _warm(request: LaunchRequest, stack: contextlib.ExitStack) -> WarmProcess | 
     """The warm process of this machine, where ranks are sure to run on it."""
     if cluster_address() is not None:
         return None
-    warm = WarmProcess(preload_of(request.engine))
+    warm = WarmProcess(preload_of(request.engine, request.preload))
     stack.callback(warm.close)
     return warm

@@ -41,6 +41,7 @@ class SupervisorOrder:
     """Secret of the run, for both sides of the connection."""
     attempt: int
     engine: str
+    preload: tuple[str, ...]
     logs_directory: str
     device: str
     """`cuda` or `cpu`."""
@@ -58,7 +59,7 @@ def supervise(order: SupervisorOrder) -> None:
         socket_path = order.warm_sockets.get(facts["node_id"])
         process: WarmProcess | None = None
         if socket_path is None or not Path(socket_path).exists():
-            process = WarmProcess(preload_of(order.engine))
+            process = WarmProcess(preload_of(order.engine, order.preload))
             stack.callback(process.close)
             socket_path = process.socket_path
         keeper = KeeperLink(socket_path, timeout_seconds=_KEEPER_TIMEOUT_SECONDS, process=process)

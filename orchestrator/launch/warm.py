@@ -20,23 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.launch.request import ENGINE
-
 _MESSAGE_BYTES = 65536
-_ENGINE_PRELOAD = (
-    "torch",
-    "torch._dynamo",  # building any optimizer imports it, about a second
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch.distributed.checkpoint.state_dict",
-)
 
 
-def preload_of(engine: str) -> tuple[str, ...]:
-    """Modules that the ranks of `engine` (`module:function`) need."""
-    module = engine.partition(":")[0]
-    heavy = _ENGINE_PRELOAD if engine == ENGINE else ()
-    return ("orchestrator.launch.rank_main", *heavy, module)
+def preload_of(engine: str, modules: Sequence[str]) -> tuple[str, ...]:
+    """All that the ranks of `engine` (`module:function`) need, in order of import."""
+    return ("orchestrator.launch.rank_main", *modules, engine.partition(":")[0])
 
 
 class WarmProcess:

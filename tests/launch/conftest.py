@@ -39,7 +39,14 @@ def two_nodes() -> Iterator[str]:
     small = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
     cluster = Cluster(
         initialize_head=True,
-        head_node_args={**small, "include_dashboard": False, "no_monitor": True, "include_log_monitor": False},
+        head_node_args={
+            **small,
+            "include_dashboard": False,
+            "no_monitor": True,
+            "include_log_monitor": False,
+            # On a machine that is busy with other things a node may answer late; it is not dead for that.
+            "_system_config": {"health_check_failure_threshold": 100},
+        },
     )
     cluster.add_node(**small)
     yield cluster.address
@@ -47,26 +54,35 @@ def two_nodes() -> Iterator[str]:
 
 
 Start = Callable[..., Told]
+OnEvent = Callable[[dict[str, Any]], None]
+
+
+def start_toy(
+    address: str, folder: Path, plan: RunPlan, on_event: OnEvent | None = None, toy: dict[str, object] | None = None
+) -> Told:
+    """Launch `plan` with the toy engine on the cluster at `address`; `toy` holds its `TOY_*` settings."""
+    from orchestrator.launch.run import launch
+
+    events: list[dict[str, Any]] = []
+
+    def observe(event: dict[str, Any]) -> None:
+        events.append(event)
+        if on_event is not None:
+            on_event(event)
+
+    environment = {f"TOY_{name}": str(value) for name, value in (toy or {}).items()}
+    request = LaunchRequest(plan, str(folder), time.time(), TOY, environment, preload=())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", address)
+        return Told(launch(request, observe), events)
 
 
 @pytest.fixture
-def start(two_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+def start(two_nodes: str, tmp_path: Path) -> Start:
     """Launches a plan on the two nodes with the toy engine; `on_event` hears of events as they come."""
-    from orchestrator.launch.run import launch
 
-    monkeypatch.setenv("RAY_ADDRESS", two_nodes)
-
-    def run(plan: RunPlan, *, on_event: Callable[[dict[str, Any]], None] | None = None, **toy: object) -> Told:
-        events: list[dict[str, Any]] = []
-
-        def observe(event: dict[str, Any]) -> None:
-            events.append(event)
-            if on_event is not None:
-                on_event(event)
-
-        environment = {f"TOY_{name.upper()}": str(value) for name, value in toy.items()}
-        request = LaunchRequest(plan, str(tmp_path), time.time(), engine=TOY, environment=environment)
-        return Told(launch(request, observe), events)
+    def run(plan: RunPlan, *, on_event: OnEvent | None = None, **toy: object) -> Told:
+        return start_toy(two_nodes, tmp_path, plan, on_event, {name.upper(): value for name, value in toy.items()})
 
     return run
 

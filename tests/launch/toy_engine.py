@@ -49,7 +49,7 @@ class _Barrier:
 
 
 def run(task: RankTask, link: RankLink) -> None:
-    """Count to `TOY_STEPS`, with what `TOY_*` asks for happening on `TOY_RANK` at `TOY_STEP` of attempt 1."""
+    """Count to `TOY_STEPS`; `TOY_ACT_1=die:3:2` has rank 3 die at step 2 of attempt 1."""
     environment = task.environment
     steps = int(environment.get("TOY_STEPS", "3"))
     saved = Path(task.run_directory) / "saved"
@@ -80,11 +80,8 @@ def run(task: RankTask, link: RankLink) -> None:
 
 
 def _act(task: RankTask, step: int) -> None:
-    environment = task.environment
-    act = environment.get("TOY_ACT")
-    here = task.rank == int(environment.get("TOY_RANK", "1")) and step == int(environment.get("TOY_STEP", "2"))
-    always = environment.get("TOY_ALWAYS") == "1"
-    if act is None or not here or (task.attempt > 1 and not always):
+    act, _, where = task.environment.get(f"TOY_ACT_{task.attempt}", "").partition(":")
+    if where != f"{task.rank}:{step}":
         return
     if act == "die":
         os.kill(os.getpid(), signal.SIGKILL)

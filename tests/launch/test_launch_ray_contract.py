@@ -1,0 +1,81 @@
+"""The private parts of Ray that `launch/` leans on: one test each, so that another version of Ray says what has
+moved."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+pytestmark = pytest.mark.ray
+
+
+def test_a_head_node_can_do_without_dashboard_server_monitor_and_log_monitor():
+    from ray._private.node import Node
+    from ray._private.parameter import RayParams
+
+    assert {"no_monitor", "include_log_monitor", "include_dashboard"} <= set(inspect.signature(RayParams).parameters)
+    assert {"head", "shutdown_at_exit", "spawn_reaper", "ray_init_cluster"} <= set(inspect.signature(Node).parameters)
+    assert set(inspect.signature(Node.start_api_server).parameters) == {"self", "include_dashboard", "raise_on_failure"}
+    assert {"check_alive", "allow_graceful"} <= set(inspect.signature(Node.kill_all_processes).parameters)
+    assert isinstance(inspect.getattr_static(Node, "gcs_address"), property)
+
+
+def test_the_trainer_makes_its_callbacks_and_its_controller_where_they_are_overridden():
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    assert set(inspect.signature(DataParallelTrainer._create_default_callbacks).parameters) == {"self"}
+    source = inspect.getsource(DataParallelTrainer.fit)
+    assert "self._initialize_and_run_controller(" in source
+    assert "scaling_policy=" in source
+    assert "PlacementGroupCleanerCallback()" in inspect.getsource(DataParallelTrainer._create_default_callbacks)
+
+
+def test_the_fixed_scaling_policy_speaks_with_an_autoscaler_only_through_the_three_overridden_methods():
+    from ray.train.v2._internal.execution.scaling_policy.fixed import FixedScalingPolicy
+    from ray.train.v2._internal.execution.scaling_policy.scaling_policy import ScalingPolicy
+
+    overridden = ("_send_resource_request", "_maybe_send_resource_request", "_cancel_resource_request")
+    for name in overridden:
+        assert set(inspect.signature(getattr(ScalingPolicy, name)).parameters) == {"self"}
+    users = [name for name, member in vars(ScalingPolicy).items() if "_coordinator_client" in _source(member)]
+    assert set(users) <= {*overridden, "__init__", "after_controller_start", "_autoscaling_coordinator"}
+    assert issubclass(FixedScalingPolicy, ScalingPolicy)
+
+
+def test_free_resources_are_known_node_by_node():
+    from ray._private.state import available_resources_per_node
+
+    assert not inspect.signature(available_resources_per_node).parameters
+
+
+def test_loopback_stays_loopback_when_no_other_machine_will_join():
+    from ray._private import ray_constants, services
+
+    assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR == "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+    assert "ENABLE_RAY_CLUSTER" in inspect.getsource(services.get_node_ip_address)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "RAY_TRAIN_ENABLE_PRINT_PATCH",
+        "RAY_TRAIN_METRICS_ENABLED",
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S",
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER",
+        "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING",
+        "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING",
+    ],
+)
+def test_ray_train_still_reads_the_variables_that_keep_it_quiet(name):
+    from ray.train.v2._internal import constants
+
+    assert name in vars(constants).values()
+
+
+def _source(member: object) -> str:
+    function = member.fget if isinstance(member, property) else getattr(member, "func", member)
+    try:
+        return inspect.getsource(function)  # type: ignore[arg-type]
+    except TypeError:
+        return ""
