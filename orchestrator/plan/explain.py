@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.plan.conventions import conventions
 from orchestrator.plan.explain_ranks import rank_table
 from orchestrator.plan.run_plan import RankMemory, RunPlan, TimePlan, Traffic
 
@@ -54,6 +55,8 @@ def _parts(plan: RunPlan) -> Iterator[RenderableType]:
         yield from _section("Problems", _problems(plan))
     if plan.memory is not None:
         yield from _section("Memory of one GPU", _memory(plan))
+    if plan.memory is not None and plan.parallel is not None:
+        yield from _section("Model states by convention (GB = 1e9 bytes)", _conventions(plan))
     if plan.parallel is not None:
         yield from _section("Time of one step", _time(plan.time))
         yield from _section("Traffic of one GPU and step", _traffic(plan))
@@ -98,6 +101,15 @@ def count(value: float | None) -> str:
         if abs(value) >= factor:
             return f"{value / factor:.4g} {name}"
     return f"{value:,.0f}"
+
+
+def _conventions(plan: RunPlan) -> RenderableType:
+    table = _grid(3)
+    table.add_row("", "one GPU", "whole model")
+    if plan.parallel is not None:
+        for found in conventions(plan.config, plan.parallel):
+            table.add_row(found.label, f"{found.gpu_bytes / 1e9:,.2f} GB", f"{found.model_bytes / 1e9:,.2f} GB")
+    return table
 
 
 def _verdict(plan: RunPlan) -> Text:

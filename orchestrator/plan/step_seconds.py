@@ -58,7 +58,7 @@ class StepSeconds:
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of the pipeline's time in which a rank waits for others; (p - 1) / (m + p - 1) for equal 1F1B stages."""
+        """Share of the pipeline's time that a rank waits; (p - 1) / (m + p - 1) for equal stages under 1F1B."""
         busy = self.compute + self.tensor + self.context
         return self.bubble / (busy + self.bubble)
 
