@@ -65,9 +65,9 @@ def _dispatch(invocation: Invocation) -> int:
 
 
 def _show_config(invocation: Invocation) -> int:
-    from omegaconf import OmegaConf
+    import yaml
 
-    print(OmegaConf.to_yaml(OmegaConf.create(invocation.load().to_dict())), end="")
+    print(yaml.safe_dump(invocation.load().to_dict(), sort_keys=False, allow_unicode=True), end="")
     return 0
 
 
