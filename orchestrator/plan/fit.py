@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from orchestrator.config.schema import RunConfig
+from collections.abc import Sequence
+
+from orchestrator.config.schema import ClusterConfig, RunConfig
 from orchestrator.errors import Problem
 from orchestrator.plan.run_plan import MemoryPlan, RankMemory
 from orchestrator.plan.validate.wording import gib
 
+_GIB = 2**30
 _CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
 _KEPT = ("parameters", "gradients", "optimizer")
 
@@ -26,6 +29,25 @@ def over_capacity(memory: MemoryPlan) -> tuple[RankMemory, int] | None:
     needs = [(rank.total_bytes or rank.persistent_bytes, -rank.pipeline, rank) for rank in memory.pipeline_ranks]
     need, _, rank = max(needs, key=lambda item: item[:2])
     return (rank, need) if need > memory.capacity_bytes else None
+
+
+def gpu_shortage(memories: Sequence[RankMemory], capacity_bytes: int) -> tuple[float, str] | None:
+    """(need / capacity, the sentence) of the fullest pipeline rank when it does not fit."""
+    need, negative = max((memory.total_bytes or memory.persistent_bytes, -memory.pipeline) for memory in memories)
+    if need <= capacity_bytes:
+        return None
+    return (
+        need / capacity_bytes,
+        f"pipeline rank {-negative} needs {gib(need)}, the card holds {gib(capacity_bytes)}",
+    )
+
+
+def host_shortage(memories: Sequence[RankMemory], cluster: ClusterConfig) -> tuple[float, str] | None:
+    """(need / memory, the sentence) of a node's host when it does not hold what is offloaded to it."""
+    host, limit = max(memory.host_bytes or 0 for memory in memories) * cluster.gpus_per_node, cluster.host_memory_gib
+    if limit is None or host <= limit * _GIB:
+        return None
+    return host / (limit * _GIB), f"a node's host needs {gib(host)}, it has {gib(limit * _GIB)}"
 
 
 def fit_problems(config: RunConfig, memory: MemoryPlan) -> tuple[Problem, ...]:

@@ -236,12 +236,16 @@ _WRITERS: dict[str, Callable[[int, int, int, int], Iterator[Action]]] = {
 }
 
 
-@lru_cache(maxsize=256)
-def action_lists(schedule: str, pipeline: int, virtual_stages: int, micro_batches: int) -> tuple[ActionList, ...]:
-    """What every pipeline rank computes, in order; index = pipeline rank.
+@lru_cache(maxsize=4096)
+def rank_actions(schedule: str, pipeline: int, virtual_stages: int, micro_batches: int, rank: int) -> ActionList:
+    """What one pipeline rank computes, in order.
 
-    The arguments must have passed `validate/pipeline_rules.py`. Every list has each (stage of the rank, micro-batch)
-    once as `F`, and once as `B` or as `I` and `W`.
+    The arguments must have passed `validate/pipeline_rules.py`. The list has each (stage of the rank, micro-batch) once
+    as `F`, and once as `B` or as `I` and `W`.
     """
-    write = _WRITERS[schedule]
-    return tuple(tuple(write(rank, pipeline, virtual_stages, micro_batches)) for rank in range(pipeline))
+    return tuple(_WRITERS[schedule](rank, pipeline, virtual_stages, micro_batches))
+
+
+def action_lists(schedule: str, pipeline: int, virtual_stages: int, micro_batches: int) -> tuple[ActionList, ...]:
+    """What every pipeline rank computes; index = pipeline rank."""
+    return tuple(rank_actions(schedule, pipeline, virtual_stages, micro_batches, rank) for rank in range(pipeline))

@@ -11,11 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from orchestrator.plan.schedules import ActionList, action_lists
+from orchestrator.plan.schedules import ActionList, action_lists, rank_actions
 from orchestrator.plan.stages import stages_of_rank
 
 _SETTLING_ROUNDS = 4
 """Rounds of `pipeline` micro-batches after which a schedule repeats itself; a test compares with whole simulations."""
+
+_ALIKE_ROUNDS = 2
+"""The same for V-shaped schedules when all stages are alike: from then on each micro-batch adds exactly its own time;
+interleaved ones need one round."""
+_KEPT_ROUNDS = 2
+"""Rounds within which every schedule reaches the most that it ever keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +116,32 @@ def _shorter(schedule: str, pipeline: int, micro_batches: int, rounds: int) -> i
     return min(micro_batches, pipeline * rounds)
 
 
+def _alike(seconds: ActionSeconds) -> bool:
+    """Whether all stages take equally long and nothing is lost between them."""
+    columns = (seconds.forward, seconds.backward_inputs, seconds.backward_weights)
+    return seconds.hop == 0 and all(len(set(column)) == 1 for column in columns)
+
+
+def _alike_timeline(
+    schedule: str, pipeline: int, virtual_stages: int, micro_batches: int, seconds: ActionSeconds
+) -> Timeline:
+    """Exact for stages that are alike: each rank computes m turns and, in plain schedules, waits (p - 1) / v turns."""
+    turn = virtual_stages * (seconds.forward[0] + seconds.backward_inputs[0] + seconds.backward_weights[0])
+    busy = (micro_batches * turn,) * pipeline
+    if schedule in ("gpipe", "1f1b") or (schedule == "interleaved_1f1b" and micro_batches % pipeline == 0):
+        return Timeline((micro_batches + (pipeline - 1) / virtual_stages) * turn, busy)
+    near = _shorter(schedule, pipeline, micro_batches, 1 if schedule.startswith("interleaved") else _ALIKE_ROUNDS)
+    reached = _simulated(schedule, pipeline, virtual_stages, near, seconds)
+    return Timeline(reached.seconds + (micro_batches - near) * turn, busy)
+
+
+@lru_cache(maxsize=16384)
+def _simulated(
+    schedule: str, pipeline: int, virtual_stages: int, micro_batches: int, seconds: ActionSeconds
+) -> Timeline:
+    return simulate(action_lists(schedule, pipeline, virtual_stages, micro_batches), seconds)
+
+
 @lru_cache(maxsize=16384)
 def pipeline_timeline(
     schedule: str, pipeline: int, virtual_stages: int, micro_batches: int, seconds: ActionSeconds
@@ -119,12 +151,14 @@ def pipeline_timeline(
     Beyond a few rounds it continues with what the last round added: exact with like stages and for GPipe, 1F1B and the
     interleaved schedules; V-shaped schedules over unlike stages settle late and may be off by about 1 %.
     """
+    if _alike(seconds):
+        return _alike_timeline(schedule, pipeline, virtual_stages, micro_batches, seconds)
     near = _shorter(schedule, pipeline, micro_batches, 2 * _SETTLING_ROUNDS)
-    reached = simulate(action_lists(schedule, pipeline, virtual_stages, near), seconds)
+    reached = _simulated(schedule, pipeline, virtual_stages, near, seconds)
     if near == micro_batches:
         return reached
     less = _shorter(schedule, pipeline, micro_batches, 2 * _SETTLING_ROUNDS - 1)
-    before = simulate(action_lists(schedule, pipeline, virtual_stages, less), seconds)
+    before = _simulated(schedule, pipeline, virtual_stages, less, seconds)
     times = (micro_batches - near) / (near - less)
     return Timeline(
         reached.seconds + times * (reached.seconds - before.seconds),
@@ -132,7 +166,6 @@ def pipeline_timeline(
     )
 
 
-@lru_cache(maxsize=65536)
 def peak_kept(
     schedule: str,
     pipeline: int,
@@ -150,17 +183,34 @@ def peak_kept(
     if schedule == "gpipe" or pipeline == 1:
         # All forwards come first, so all are kept; without a pipeline one micro-batch is done before the next begins.
         return (Kept(micro_batches if pipeline > 1 else 1, 0),) * virtual_stages
-    count = _shorter(schedule, pipeline, micro_batches, _SETTLING_ROUNDS)
+    if schedule == "1f1b":
+        return (Kept(min(micro_batches, pipeline - rank), 0),)
+    count = _shorter(schedule, pipeline, micro_batches, _KEPT_ROUNDS)
+    return _peak(schedule, pipeline, virtual_stages, count, rank, stage_weights, weights_only_share)
+
+
+@lru_cache(maxsize=65536)
+def _peak(
+    schedule: str,
+    pipeline: int,
+    virtual_stages: int,
+    micro_batches: int,
+    rank: int,
+    stage_weights: tuple[float, ...],
+    weights_only_share: float,
+) -> tuple[Kept, ...]:
     stages = stages_of_rank(rank, pipeline, virtual_stages, schedule)
     index = {stage: place for place, stage in enumerate(stages)}
     whole, rest = [0] * len(stages), [0] * len(stages)
     peak, best = -1.0, tuple(Kept(0, 0) for _ in stages)
     weight = 0.0
-    for stage, kind, _, _ in action_lists(schedule, pipeline, virtual_stages, count)[rank]:
+    for stage, kind, _, _ in rank_actions(schedule, pipeline, virtual_stages, micro_batches, rank):
         place = index[stage]
         if kind == "F":
             whole[place] += 1
             weight += stage_weights[place]
+            if weight > peak * (1 + 1e-12):  # only a forward adds to what is kept
+                peak, best = weight, tuple(Kept(w, r) for w, r in zip(whole, rest, strict=True))
         elif kind == "B":
             whole[place] -= 1
             weight -= stage_weights[place]
@@ -171,6 +221,4 @@ def peak_kept(
         else:
             rest[place] -= 1
             weight -= stage_weights[place] * weights_only_share
-        if weight > peak * (1 + 1e-12):
-            peak, best = weight, tuple(Kept(w, r) for w, r in zip(whole, rest, strict=True))
     return best

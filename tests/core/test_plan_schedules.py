@@ -130,6 +130,17 @@ def test_long_steps_are_continued_exactly_and_nearly_so_for_v_shapes(
     assert short.busy_seconds == pytest.approx(whole.busy_seconds)
 
 
+@cases.examples(60)
+@given(schedule_shapes(rounds=9), st.sampled_from([0.5, 1.0, 1.5, 2.0, 3.0, 4.0]))
+def test_long_steps_of_alike_stages_are_continued_exactly(shape: tuple[str, int, int, int], ratio: float) -> None:
+    stages = shape[1] * shape[2]
+    seconds = ActionSeconds((1.0,) * stages, (ratio / 2,) * stages, (ratio / 2,) * stages)
+    whole = simulate(action_lists(*shape), seconds)
+    short = pipeline_timeline(*shape, seconds)
+    assert short.seconds == pytest.approx(whole.seconds, rel=1e-12)
+    assert short.busy_seconds == pytest.approx(whole.busy_seconds, rel=1e-12)
+
+
 @cases.examples(25)
 @given(schedule_shapes(rounds=12))
 def test_kept_micro_batches_do_not_depend_on_the_length_of_the_step(shape: tuple[str, int, int, int]) -> None:
