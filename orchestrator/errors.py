@@ -1,7 +1,7 @@
 """The error tree of the project.
 
-Each error carries `Problem`s: what was asked, why it cannot be, what to change. A user's mistake is one of these and never
-a traceback; `cli/main.py` prints them and maps each class to an exit code. Nothing is imported here.
+Each error carries `Problem`s: what was asked, why it cannot be, what to change. A user's mistake is one of these and
+never a traceback; `cli/main.py` prints them and maps each class to an exit code. Nothing is imported here.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def opening_lines(plan: RunPlan, directory: RunDirectory) -> list[str]:
         f"{directory.name}: {config.model.family}, {model.parameters:,} parameters, {training.precision}, "
         f"on {parallel.world_size} x {config.cluster.gpu.name} ({' x '.join(used)}, ZeRO {parallel.zero_stage})",
         f"{steps_of(training):,} steps of {training.global_batch_size} sequences of {training.sequence_length} tokens "
-        f"({parallel.data} data ranks x {parallel.micro_batches} micro-batches of {training.micro_batch_size})",
+        f"(data ranks {parallel.data} x micro-batches {parallel.micro_batches} of {training.micro_batch_size})",
     ]
     if directory.continues:
         lines.append(f"continues the unfinished run in {directory.path}")

@@ -61,6 +61,7 @@ def train(plan: RunPlan, invocation: Invocation, started: float) -> int:
     with contextlib.closing(open_run(plan.config, plan)) as directory:
         print("\n".join(closing.opening_lines(plan, directory)), flush=True)
         print_warnings(warn(derive(plan.config)))
+        print("starting Ray and the ranks", flush=True)
         return _EXIT_CODES[_launch_and_record(plan, directory, invocation, started)]
 
 

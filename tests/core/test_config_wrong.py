@@ -112,6 +112,6 @@ def test_what_is_left_without_the_mistake_can_be_examined_further(mistake: str) 
     assert examined.remainder() == load_config(["+experiment=llama7b_zero2", "parallel.tensor=3"])
 
 
-@pytest.mark.parametrize("mistake", ["model=lama", "+experiment=nope", "cluster.gpu=nope"])
+@pytest.mark.parametrize("mistake", ["model=llma", "+experiment=nope", "cluster.gpu=nope"])
 def test_nothing_is_concluded_from_a_group_that_was_not_meant(mistake: str) -> None:
     assert examine([mistake, "parallel.tensor=3"]).remainder() is None
