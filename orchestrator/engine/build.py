@@ -14,7 +14,8 @@ from torch import nn
 
 from models.registry import family
 from models.spec import parameter_specs
-from orchestrator.engine.data_parallel import apply_replicate
+from orchestrator.engine.data_parallel import apply_data_parallel
+from orchestrator.engine.gradients import counted_once
 from orchestrator.engine.initialise import initialise
 from orchestrator.engine.mesh import Mesh
 from orchestrator.engine.optimizer import build_optimizer
@@ -22,32 +23,41 @@ from orchestrator.engine.precision import master_dtype, mixed_precision_policy
 from orchestrator.engine.step import Parts
 from orchestrator.plan.run_plan import RunPlan
 
-BUCKET_BYTES: dict[str, int | None] = {"cpu": None, "cuda": 128 * 2**20}
-"""Gradient bytes (FP32) of one all-reduce, by device; None: the whole model at once. gloo on a CPU cannot overlap with
-compute, so fewer calls win there; on GPUs buckets overlap with the rest of the backward pass."""
-
 
 def build(plan: RunPlan, mesh: Mesh, device: torch.device) -> Parts:
     """Build this rank's part of the plan's model, wrapped, allocated on `device` and initialised (collective)."""
     config = plan.config
     specs = parameter_specs(config.model)
+    table = family(config.model.family).sharding_table(config.model)
     policy = mixed_precision_policy(config.training.precision)
 
     model = stage_on_meta(plan, mesh)
-    apply_replicate(model, mesh, policy, BUCKET_BYTES[device.type])
-    model.to_empty(device=device)
-    model.initialise_buffers()  # type: ignore[operator]
+    data_parallel = apply_data_parallel(model, mesh, config.parallel, table, policy)
+    allocate(model, device, offload=config.parallel.offload == "all")
     parameters = dict(model.named_parameters())
     initialise(parameters, specs, config.training.seed)
     optimizer = build_optimizer(config.optimizer, parameters, specs)
     return Parts(
         model=model,
+        data_parallel=data_parallel,
         parameters=parameters,
+        counted=counted_once(parameters),
         optimizer=optimizer,
         mesh=mesh,
         device=device,
         gradient_clip=config.training.gradient_clip,
     )
+
+
+def allocate(model: nn.Module, device: torch.device, *, offload: bool) -> None:
+    """Give the model memory: parameters on the device, or in host memory with `offload`; buffers always on the
+    device."""
+    model.to_empty(device="cpu" if offload else device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+    # Also ties the head again, which allocation has untied.
+    model.initialise_buffers()  # type: ignore[operator]
 
 
 def stage_on_meta(plan: RunPlan, mesh: Mesh) -> nn.Module:

@@ -1,69 +1,125 @@
-"""Data parallelism: how ranks that see different samples keep the same weights, and the only place that sets its
-switches.
+"""Data parallelism: how ranks that see different samples keep the same weights; the only place that sets its switches.
 
-Stage 0 is torch's composable `replicate`: each rank holds all weights, gradients are summed once an optimizer step. The
-sum is never divided here (the loss already is, by the whole batch's valid tokens). Every parameter becomes a DTensor,
-so that optimizer, checkpoint and counting see one kind of tensor. Switches of a step are set by `begin_micro_batch`
-alone.
+Stage 0 is torch's composable `replicate`: each rank holds all weights. Stages 1 to 3 are `fully_shard`: weights,
+gradients and optimizer state are cut over the ranks of a `zero_group`, and the stage says what stays whole between the
+micro-batches of a step. Gradients are summed, never averaged: the loss already is divided by the whole batch's valid
+tokens. Every parameter becomes a DTensor, so that optimizer, checkpoint and counting see one kind of tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from models.parameters import ShardingTable
+from orchestrator.config.schema import ParallelConfig
 from orchestrator.engine.mesh import Mesh
 
+BUCKET_BYTES: dict[str, int | None] = {"cpu": None, "cuda": 128 * 2**20}
+"""Stage 0: gradient bytes (FP32) of one all-reduce, by device; None: the whole model at once. gloo on a CPU cannot
+overlap with compute, so fewer calls win there; on GPUs buckets overlap with the rest of the backward pass."""
 
-def apply_replicate(model: nn.Module, mesh: Mesh, policy: MixedPrecisionPolicy, bucket_bytes: int | None) -> None:
-    """Wrap the model for stage 0, in place; its parameters may still be on the meta device.
 
-    Gradients are summed bucket by bucket during the backward pass: consecutive layers of at least `bucket_bytes` of
-    FP32 gradients make a bucket, and what is outside of the layers the last one. None: one bucket for the whole model.
+@dataclass(frozen=True, slots=True)
+class DataParallel:
+    """The wrapped modules of a rank's part of the model, and the switches that each micro-batch needs.
+
+    What is whole (w) or cut (c) between two micro-batches, and when gradients are reduced:
+
+    | stage | weights | gradients | reduced |
+    |---|---|---|---|
+    | 0 | w | w | once a step |
+    | 1 | w | w | once a step |
+    | 2 | w | c | each micro-batch |
+    | 3 | c | c | each micro-batch |
+
+    From stage 1 on weights and gradients are cut when the step ends, and so is the optimizer's state always. Replicas
+    of a sharded copy (`zero_group` smaller than the data ranks) are summed once a step in every stage.
     """
-    if bucket_bytes is not None:
-        for bucket in _buckets(list(model.layers.values()), bucket_bytes):  # type: ignore[operator]
-            replicate(bucket, mesh=mesh.gradient, mp_policy=policy)
-    replicate(model, mesh=mesh.gradient, mp_policy=policy)
-    _sum_gradients(model)
+
+    modules: tuple[FSDPModule, ...]
+    """Outermost first."""
+    zero_stage: int
+
+    def begin_micro_batch(self, *, last: bool) -> None:
+        """Set all switches for the next forward and backward; `last` of the step."""
+        root = self.modules[0]
+        root.set_is_last_backward(last)
+        root.set_requires_gradient_sync(last or self.zero_stage >= 2)
+        root.set_requires_all_reduce(last)
+        # Weights that stayed whole across the optimizer's step would be stale: they are cut after the last backward.
+        root.set_reshard_after_backward(last or self.zero_stage == 3)
+
+    def end_evaluation(self) -> None:
+        """Drop whole weights that a forward pass without a backward leaves: they would be stale after the next step."""
+        for module in self.modules:
+            module.reshard()
 
 
-def begin_micro_batch(model: nn.Module, *, last: bool) -> None:
-    """Set the switches for the next forward and backward: gradients are summed over ranks after the last one only."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
-
-
-def end_evaluation(model: nn.Module) -> None:
-    """Drop the copies of weights that a forward pass without a backward leaves: they would be stale after the next
-    step."""
-    for module in wrapped_modules(model):
-        module.reshard()
-
-
-def wrapped_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """The modules that data parallelism has wrapped, outermost first."""
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
-
-
-def _sum_gradients(model: nn.Module) -> None:
-    # A sum, never a mean: the divisor of the loss is the number of valid tokens of the whole global batch. Forcing
-    # plain sums keeps torch from a pre-multiplied sum, which gloo does not have.
-    for module in wrapped_modules(model):
+def apply_data_parallel(
+    model: nn.Module,
+    mesh: Mesh,
+    parallel: ParallelConfig,
+    table: ShardingTable,
+    policy: MixedPrecisionPolicy,
+) -> DataParallel:
+    """Wrap the model in place for its ZeRO stage; its parameters may still be on the meta device."""
+    device = mesh.whole.device_type
+    offload = CPUOffloadPolicy(pin_memory=device == "cuda") if parallel.offload == "all" else OffloadPolicy()
+    options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
+    if parallel.zero_stage == 0:
+        options |= {"mesh": mesh.gradient}
+        for bucket in _buckets(_units(model, table), BUCKET_BYTES[device]):
+            replicate(bucket, **options)
+        replicate(model, **options)
+    else:
+        options |= {"mesh": mesh.sharding, "reshard_after_forward": parallel.zero_stage == 3}
+        for unit in _units(model, table):
+            fully_shard(unit, **options)
+        fully_shard(model, **options)
+    wrapped = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
+    for module in wrapped:
+        # A plain sum. Forcing it keeps torch from a pre-multiplied sum, which gloo does not have.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+    return DataParallel(wrapped, parallel.zero_stage)
 
 
-def _buckets(layers: list[nn.Module], bucket_bytes: int) -> list[list[nn.Module]]:
+def _units(model: nn.Module, table: ShardingTable) -> list[list[nn.Module]]:
+    """Modules that are gathered and reduced together, in forward order, of those that this stage holds.
+
+    A group of plain names is one unit; a pattern gives a unit for each module that it matches.
+    """
+    names = {name: module for name, module in model.named_modules() if module is not None}
+    units: list[list[nn.Module]] = []
+    for group in table.units:
+        if any("*" in pattern for pattern in group):
+            depth = group[0].count(".")
+            units += [
+                [module]
+                for name, module in names.items()
+                if name.count(".") == depth and any(fnmatchcase(name, pattern) for pattern in group)
+            ]
+        elif held := [names[name] for name in group if name in names]:
+            units.append(held)
+    return units
+
+
+def _buckets(units: list[list[nn.Module]], bucket_bytes: int | None) -> list[list[nn.Module]]:
+    """Consecutive units joined until each bucket has `bucket_bytes` of FP32 gradients; None: no buckets at all."""
+    if bucket_bytes is None:
+        return []
     buckets: list[list[nn.Module]] = []
     filled = bucket_bytes
-    for layer in layers:
+    for unit in units:
         if filled >= bucket_bytes:
             buckets.append([])
             filled = 0
-        buckets[-1].append(layer)
-        filled += sum(parameter.numel() for parameter in layer.parameters()) * 4
+        buckets[-1] += unit
+        filled += 4 * sum(parameter.numel() for module in unit for parameter in module.parameters())
     return buckets

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.data.dataset import TokenDataset
-from orchestrator.engine import data_parallel
 from orchestrator.engine.feed import micro_batch, unlearned
 from orchestrator.engine.loss import IGNORED, summed_loss
 from orchestrator.engine.step import Parts
@@ -49,7 +48,7 @@ def evaluate(parts: Parts, dataset: TokenDataset, sequences: int, batch: int) ->
         sums[0] += summed_loss(parts.model(read.inputs), read.labels).double()
         sums[1] += (read.labels != IGNORED).sum()
     parts.model.train()
-    data_parallel.end_evaluation(parts.model)
+    parts.data_parallel.end_evaluation()
     if not parts.mesh.speaks_for_samples:
         sums.zero_()
     if parts.mesh.whole.size() > 1:

@@ -6,7 +6,7 @@ calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,30 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
+def counted_once(parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
+    """Names of the parameters whose local part this rank counts, so that over all ranks each element counts once.
+
+    An axis on which a parameter is replicated is spoken for by its first rank.
+    """
+    return frozenset(name for name, parameter in parameters.items() if _counts(parameter))
+
+
+def _counts(parameter: nn.Parameter) -> bool:
+    if not isinstance(parameter, DTensor):
+        raise TypeError("every parameter is a distributed tensor once data parallelism has been applied")
+    place: Sequence[int] = parameter.device_mesh.get_coordinate() or ()
+    return all(
+        rank == 0 for rank, placement in zip(place, parameter.placements, strict=True) if placement.is_replicate()
+    )
+
+
 def squared_norm(gradients: list[Tensor]) -> Tensor:
     """Sum of squares of all elements, an FP64 scalar on the gradients' device (0 on the CPU if there are none)."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+    # FP32 even for gradients of 2 bytes, whose own sums of squares would be coarse.
+    wide = torch.promote_types(gradients[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).double().square().sum()
 
 
 def scale(gradients: list[Tensor], factor: float) -> None:

@@ -26,6 +26,8 @@ class Mesh:
     """All ranks, axes `AXES`."""
     gradient: DeviceMesh
     """Ranks that hold the same part of the model and see other tokens: replicate x shard x context, one axis."""
+    sharding: DeviceMesh
+    """The same ranks as sharded copies: one axis (the copy's ranks) or, where there are replicas, replicas x copy."""
     data_rank: int
     """Which samples this rank reads: 0 to data_ranks - 1."""
     data_ranks: int
@@ -38,11 +40,6 @@ class Mesh:
     def speaks_for_samples(self) -> bool:
         """Whether this rank is the one, of all that read the same samples, that reports them and their loss."""
         return self.tensor_rank == 0 and self.context_rank == 0 and self.pipeline_rank == self.pipeline_ranks - 1
-
-    @property
-    def gradient_rank(self) -> int:
-        """Place in the `gradient` axis; rank 0 speaks for weights that the axis holds alike."""
-        return int(self.gradient.get_local_rank())
 
 
 def build_mesh(parallel: ParallelFacts, device_type: str) -> Mesh:
@@ -60,10 +57,14 @@ def build_mesh(parallel: ParallelFacts, device_type: str) -> Mesh:
         raise ValueError(f"the plan's mesh is {described} = {product} ranks, but {ranks} ranks were started")
     whole = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
     gradient = whole["replicate", "shard", "context"]._flatten("gradient")
+    if sizes[3] > 1:
+        whole["shard", "context"]._flatten("copy")
+    copy = "copy" if sizes[3] > 1 else "shard"
     place = dict(zip(AXES, whole.get_coordinate() or (), strict=True))
     return Mesh(
         whole=whole,
         gradient=gradient,
+        sharding=whole["replicate", copy] if sizes[1] > 1 else whole[copy],
         data_rank=place["replicate"] * sizes[2] + place["shard"],
         data_ranks=sizes[1] * sizes[2],
         pipeline_rank=place["pipeline"],

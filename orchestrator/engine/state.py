@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orchestrator.engine.gradients import local
 from orchestrator.engine.step import Parts
 
 
@@ -40,7 +41,7 @@ def _complete_optimizer_state(parts: Parts) -> None:
             continue
         if isinstance(optimizer, torch.optim.AdamW):
             # The fused kernel counts steps in FP32 on the parameter's device.
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parts.device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=local(parameter).device)
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         elif isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["momentum"]:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from orchestrator.engine import data_parallel, gradients
+from orchestrator.engine import gradients
+from orchestrator.engine.data_parallel import DataParallel
 from orchestrator.engine.loss import summed_loss
 from orchestrator.engine.mesh import Mesh
 
@@ -26,8 +27,11 @@ class Parts:
 
     model: nn.Module
     """This rank's part of the model, wrapped."""
+    data_parallel: DataParallel
     parameters: dict[str, nn.Parameter]
     """Logical name to parameter, this rank's part of the model."""
+    counted: frozenset[str]
+    """Names of the parameters whose local part this rank counts in sums over the whole model."""
     optimizer: torch.optim.Optimizer
     mesh: Mesh
     device: torch.device
@@ -67,15 +71,17 @@ def train_step(parts: Parts, batches: Sequence[MicroBatch], tokens: int) -> Step
     share = 1.0 / max(tokens, 1)
     total = torch.zeros((), dtype=torch.float32, device=parts.device)
     for index, batch in enumerate(batches):
-        data_parallel.begin_micro_batch(parts.model, last=index == len(batches) - 1)
+        parts.data_parallel.begin_micro_batch(last=index == len(batches) - 1)
         loss = summed_loss(parts.model(batch.inputs), batch.labels) * share
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
-    found = gradients.local_gradients(parts.parameters.values())
-    loss_value, norm = _whole(parts.mesh, total, gradients.squared_norm(found))
+    counted = [parameter for name, parameter in parts.parameters.items() if name in parts.counted]
+    squared = gradients.squared_norm(gradients.local_gradients(counted))
+    loss_value, norm = _whole(parts.mesh, total, squared)
     applied = math.isfinite(loss_value) and math.isfinite(norm)
     if applied:
         if parts.gradient_clip is not None and norm > parts.gradient_clip:
+            found = gradients.local_gradients(parts.parameters.values())
             gradients.scale(found, parts.gradient_clip / norm)
         parts.optimizer.step()
     parts.optimizer.zero_grad(set_to_none=True)
@@ -91,8 +97,6 @@ def _whole(mesh: Mesh, loss: Tensor, squared: Tensor) -> tuple[float, float]:
     values = torch.stack((loss.double(), squared.to(loss.device)))
     if not mesh.speaks_for_samples:
         values[0] = 0.0
-    if mesh.gradient_rank != 0:
-        values[1] = 0.0
     if mesh.whole.size() > 1:
         dist.all_reduce(values)
     loss_value, squared_value = values.tolist()

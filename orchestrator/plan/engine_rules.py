@@ -30,8 +30,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit("parallel.tensor", lambda config, plan: config.parallel.tensor, (1,)),
     Limit("parallel.pipeline", lambda config, plan: config.parallel.pipeline, (1,)),
     Limit("parallel.context", lambda config, plan: config.parallel.context, (1,)),
-    Limit("parallel.zero_stage", lambda config, plan: config.parallel.zero_stage, (0,)),
-    Limit("parallel.offload", lambda config, plan: config.parallel.offload, ("none",)),
     Limit("training.precision", lambda config, plan: config.training.precision, ("fp32", "bf16_mixed")),
     Limit(
         "training.activation_checkpointing",

@@ -7,6 +7,7 @@ gives the results by rank. `live(tasks)` runs whole ranks (`run_rank`) with a li
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -120,14 +121,14 @@ def _start(work: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[A
         processes.append(process)
         results[rank][1].close()
     try:
-        return _collect([receiver for receiver, _ in results])
+        return _collect([receiver for receiver, _ in results], processes)
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _collect(receivers: list[Connection]) -> list[Any]:
+def _collect(receivers: list[Connection], processes: list[Any]) -> list[Any]:
     found: dict[int, Any] = {}
     failures: dict[int, str] = {}
     for rank, receiver in enumerate(receivers):
@@ -137,7 +138,8 @@ def _collect(receivers: list[Connection]) -> list[Any]:
         try:
             worked, value = pickle.loads(receiver.recv_bytes())
         except EOFError:
-            worked, value = False, "its process died"
+            processes[rank].join(5)
+            worked, value = False, f"its process died with exit code {processes[rank].exitcode}"
         (found if worked else failures)[rank] = value
     if failures:
         raise RanksFailedError(failures)
@@ -145,6 +147,7 @@ def _collect(receivers: list[Connection]) -> list[Any]:
 
 
 def _main(results: Connection, function: Callable[..., Any], rank: int, world: int, link: TestLink, args: Any) -> None:
+    faulthandler.enable()
     try:
         outcome = (True, function(rank, world, link, *args))
     except BaseException:

@@ -131,12 +131,21 @@ def test_a_run_that_died_repeats_the_steps_since_its_checkpoint_and_records_each
     assert losses(tmp_path) == losses(unbroken[0])
 
 
-def test_a_checkpoint_goes_on_under_another_number_of_ranks(
-    tmp_path: Path, unbroken: tuple[Path, list[TestLink]]
+STAGES = [
+    ({"parallel__data": 2}, {"parallel__data": 1}),
+    ({"parallel__data": 2, "parallel__zero_stage": 3}, {"parallel__data": 1, "training__micro_batch_size": 8}),
+    ({"parallel__data": 1}, {"parallel__data": 2, "parallel__zero_stage": 2}),
+    ({"parallel__data": 2, "parallel__zero_stage": 1}, {"parallel__data": 2, "parallel__zero_stage": 3}),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), STAGES)
+def test_a_checkpoint_goes_on_under_another_plan(
+    before: dict[str, Any], after: dict[str, Any], tmp_path: Path, unbroken: tuple[Path, list[TestLink]]
 ) -> None:
-    run(tmp_path, stop_at_step={0: 4}, **RESUMABLE)
-    run(tmp_path, attempt=2, **{**RESUMABLE, "parallel__data": 1})
-    assert losses(tmp_path) == pytest.approx(losses(unbroken[0]), abs=1e-5)
+    run(tmp_path, stop_at_step={0: 4}, **(RESUMABLE | before))
+    run(tmp_path, attempt=2, **(RESUMABLE | after))
+    assert losses(tmp_path) == pytest.approx(losses(unbroken[0]), abs=2e-5)
 
 
 def test_a_changed_learning_rate_takes_effect_on_resuming(tmp_path: Path) -> None:

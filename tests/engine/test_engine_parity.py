@@ -19,6 +19,10 @@ def case(name: str, mask: str = "none", recipe: Recipe = PLAIN, **changes: objec
     return Case(name, dict(changes), mask, recipe)  # type: ignore[arg-type]
 
 
+def zero(data: int, stage: int) -> dict[str, object]:
+    return {"parallel__data": data, "parallel__zero_stage": stage, "training__micro_batch_size": 1}
+
+
 CASES: dict[int, list[Case]] = {
     1: [
         case("whole batch at once", training__micro_batch_size=8),
@@ -33,8 +37,26 @@ CASES: dict[int, list[Case]] = {
         case("data 2, tied, accumulation 4", "ragged", CLIPPED, parallel__data=2, training__micro_batch_size=1, **TIED),
         case("data 2, one rank without a valid token", "first rank empty", CLIPPED, parallel__data=2),
         case("data 2, no valid token at all", "all empty", parallel__data=2),
+        *(
+            case(f"ZeRO-{stage}", "ragged", **(zero(2, stage) | {"training__micro_batch_size": 4}))
+            for stage in (1, 2, 3)
+        ),
+        *(
+            case(f"ZeRO-{stage}, accumulation 4, tied", "ragged", CLIPPED, **zero(2, stage), **TIED)
+            for stage in (1, 2, 3)
+        ),
+        *(
+            case(f"ZeRO-{stage}, one rank without a valid token", "first rank empty", CLIPPED, **zero(2, stage))
+            for stage in (1, 2, 3)
+        ),
+        case("data 2, offload", parallel__data=2, parallel__offload="all"),
+        case("ZeRO-3, offload", "ragged", CLIPPED, **zero(2, 3), parallel__offload="all"),
     ],
     4: [
+        *(
+            case(f"hybrid: ZeRO-{stage} in groups of 2", "ragged", CLIPPED, **zero(4, stage), parallel__zero_group=2)
+            for stage in (1, 2, 3)
+        ),
         case("data 4", "ragged", CLIPPED, parallel__data=4, training__micro_batch_size=1),
         case("data 4, one rank without a valid token", "first rank empty", parallel__data=4),
     ],

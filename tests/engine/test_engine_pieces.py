@@ -144,7 +144,7 @@ def test_the_squared_norm_is_that_of_all_gradients_together() -> None:
 )
 def test_buckets_hold_consecutive_layers_up_to_their_size(bucket_bytes: int, wanted: list[int]) -> None:
     layers: list[nn.Module] = [nn.Linear(10, 10, bias=False) for _ in range(5)]
-    buckets = _buckets(layers, bucket_bytes)
+    buckets = _buckets([[layer] for layer in layers], bucket_bytes)
     assert [len(bucket) for bucket in buckets] == wanted
     assert [layer for bucket in buckets for layer in bucket] == layers
 
