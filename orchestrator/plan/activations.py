@@ -67,7 +67,8 @@ def _all_saved(work: Work, profile: SystemProfile) -> float:
     tokens = float(work.tokens)
     features = tokens * model.hidden
     cut = tensor if work.sequence_parallel else 1
-    norm_bytes = element if profile.fused_norms(work) else 8
+    # LayerNorm has a fused kernel everywhere; RMSNorm, which gated models use, has none on a CPU.
+    norm_bytes = element if profile.fused_norms(work) or not model.gated else 8
     norms = 2.0 * norm_bytes * features / cut
     # Inputs of the first products: saved whole where the gather is not repeated in the backward pass.
     inputs = 2.0 * element * features / (1 if profile.saves_gathered_inputs else cut)

@@ -44,8 +44,11 @@ def rank_states(work: Work, profile: SystemProfile, stages: Stages) -> StateMemo
     state = profile.bytes_of(work.precision)
     if work.moments_share != 1.0:
         state = replace(state, moments=state.moments * work.moments_share)
+    elements = rank_elements(work.architecture, stages, facts.tensor, facts.zero_group)
+    if profile.one_unit_on_cpu and facts.zero_stage == 0 and not work.on_gpu:
+        elements = replace(elements, block=0, ends=elements.whole)
     return state_memory(
-        rank_elements(work.architecture, stages, facts.tensor, facts.zero_group),
+        elements,
         state,
         zero_stage=profile.zero_stage(work),
         reducing_ranks=facts.data * facts.context,
@@ -61,7 +64,7 @@ def _rank_memory(
     peak = max(_instants(work, profile, block, states, stages, rank), key=sum)
     gradients, gathered, activations, logits, buffers = (round(size) for size in peak)
     used = states.parameters + states.optimizer + gradients + gathered + activations + logits + buffers
-    reserve = round(profile.context_bytes + profile.reserve_share * used)
+    reserve = round(profile.reserve_bytes(work, used))
     return RankMemory(
         pipeline=rank,
         stages=stages_of_rank(rank, facts.pipeline, facts.virtual_stages, facts.schedule),

@@ -36,9 +36,11 @@ _MEGATRON = SystemProfile(
     keeps_stage_outputs=False,
     logit_bytes=8,
     logits_cut=True,
+    one_unit_on_cpu=False,
     one_network_card=False,
     reserve_share=0.0,
     context_bytes=0,
+    process_bytes=0,
     calibrated=True,
     source="Narayanan et al. 2021, arXiv:2104.04473; Korthikanti et al. 2022, arXiv:2205.05198",
 )

@@ -76,12 +76,16 @@ class SystemProfile:
     """Bytes a logit of loss and gradient at their largest."""
     logits_cut: bool
     """Whether tensor ranks keep logits and loss cut along the vocabulary."""
+    one_unit_on_cpu: bool
+    """Whether replicated weights are gathered and reduced as one unit on a CPU, instead of block by block."""
     one_network_card: bool
     """Whether collectives over nodes use one network card of a node instead of all of them."""
     reserve_share: float
     """Share of all other categories that the allocator needs on top (fragmentation)."""
     context_bytes: int
     """CUDA context, NCCL buffers and library workspaces."""
+    process_bytes: int
+    """On a CPU, in place of reserve and context: the process itself, interpreter and libraries included."""
     calibrated: bool
     source: str
 
@@ -98,6 +102,10 @@ class SystemProfile:
         shares = self.shares_while_accumulating
         whole = shares == "never" or (shares == "without_pipeline" and facts.pipeline > 1)
         return min(facts.zero_stage, 1) if whole else facts.zero_stage
+
+    def reserve_bytes(self, work: Work, used: float) -> float:
+        """What allocator, context and libraries take beside `used` bytes of everything else."""
+        return self.context_bytes + self.reserve_share * used if work.on_gpu else float(self.process_bytes)
 
     def reduced_bytes(self, precision: str) -> float:
         """Bytes of a gradient element in a reduction."""

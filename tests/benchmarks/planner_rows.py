@@ -80,12 +80,18 @@ def gpu_of(row: Row) -> GpuSpec:
     raise Inexpressible(f"GPU {row['gpu']} is not known")
 
 
+_SAME_MODEL = 0.02
+"""Relative difference of parameter counts up to which a row's sizes are its model's (padding, positions)."""
+
+
 def architecture_of_row(row: Row) -> Architecture:
     """The row's transformer. GPT-like unless gated: biases, LayerNorm, learned positions (their sizes are
     negligible)."""
     hidden, ffn, layers = number(row, "hidden"), number(row, "ffn"), number(row, "layers")
     heads = number(row, "heads")
     shared = number(row, "kv_heads", heads)
+    if min(hidden, ffn, layers, heads, shared) < 1 or hidden % heads or heads % shared:
+        raise Inexpressible(f"{heads} heads over {shared} of keys and values do not divide hidden {hidden}")
     gated, tied = row["gated_mlp"] == "1", row["tied_emb"] != "0"
     vocab = number(row, "vocab")
     if row["kind"].startswith(("megatron", "bloom", "jz", "dgxc", "nemo")):
@@ -93,7 +99,11 @@ def architecture_of_row(row: Row) -> Architecture:
         unit = 128 * number(row, "tp", 1)
         vocab = -(-vocab // unit) * unit
     head_dim = hidden // heads
-    return build_architecture(layers, hidden, heads, shared, head_dim, ffn, vocab, gated, tied, number(row, "seq_len"))
+    found = build_architecture(layers, hidden, heads, shared, head_dim, ffn, vocab, gated, tied, number(row, "seq_len"))
+    stated = float(row["params"] or found.parameters)
+    if abs(found.parameters / stated - 1.0) > _SAME_MODEL:
+        raise Inexpressible(f"the sizes give {found.parameters:.4g} parameters and {stated:.4g} are stated")
+    return found
 
 
 def build_architecture(
