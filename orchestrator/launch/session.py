@@ -34,6 +34,9 @@ _ENVIRONMENT = {
 _LOCAL_ENVIRONMENT = {
     # A cluster of our own on one machine is not preempted, and each watcher is one more Python process to start.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    # Workers that Ray starts in advance lack Ray Train's variables, so they are never used.
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
     # Ray replaces a loopback address by the machine's own, unless it is told that no other machine will join.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }

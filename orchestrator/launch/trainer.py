@@ -17,6 +17,10 @@ from orchestrator.launch.session import cluster_address
 from orchestrator.launch.supervisor import SupervisorOrder, supervise
 from orchestrator.placement.topology import ShareChoice
 
+_LEFT_OUT = ("PlacementGroupCleanerCallback", "DatasetsCallback")
+"""The first cleans placement groups up after a driver that died, which Ray's own job clean-up does as well, and needs a
+dashboard; the second hands out Ray Data sets, of which there are none. Each would start one more Python process."""
+
 
 def start_attempt(
     order: SupervisorOrder, choice: ShareChoice, storage: Path, ended: Callable[[BaseException | None], None]
@@ -48,15 +52,11 @@ def _make_trainer(order: SupervisorOrder, choice: ShareChoice, storage: Path) ->
     api: Any = ray.train
 
     class SupervisorTrainer(DataParallelTrainer):
-        """Without what only costs time here: each part left out is one more Python process that Ray would start.
-
-        The callback that cleans placement groups up after a driver that died needs a dashboard, and Ray's own job
-        clean-up frees the group as well. A cluster of our own on one machine has no autoscaler to talk to.
-        """
+        """Without what only costs time here; a cluster of our own has no autoscaler to speak with either."""
 
         def _create_default_callbacks(self) -> list[Any]:
             callbacks = super()._create_default_callbacks()
-            return [callback for callback in callbacks if type(callback).__name__ != "PlacementGroupCleanerCallback"]
+            return [callback for callback in callbacks if type(callback).__name__ not in _LEFT_OUT]
 
         def _initialize_and_run_controller(self, **controller: Any) -> Any:
             if cluster_address() is None:

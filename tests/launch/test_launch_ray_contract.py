@@ -28,7 +28,17 @@ def test_the_trainer_makes_its_callbacks_and_its_controller_where_they_are_overr
     source = inspect.getsource(DataParallelTrainer.fit)
     assert "self._initialize_and_run_controller(" in source
     assert "scaling_policy=" in source
-    assert "PlacementGroupCleanerCallback()" in inspect.getsource(DataParallelTrainer._create_default_callbacks)
+    made = inspect.getsource(DataParallelTrainer._create_default_callbacks)
+    assert "PlacementGroupCleanerCallback()" in made
+    assert "DatasetsCallback(" in made
+
+
+def test_a_worker_does_without_data_sets():
+    from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker
+
+    worker = getattr(RayTrainWorker, "__ray_metadata__", None)
+    cls = worker.modified_class if worker else RayTrainWorker
+    assert inspect.signature(cls.init_train_context).parameters["dataset_shard_provider"].default is None
 
 
 def test_the_fixed_scaling_policy_speaks_with_an_autoscaler_only_through_the_three_overridden_methods():

@@ -150,9 +150,10 @@ def test_a_plan_that_can_never_fit_is_refused_with_the_arithmetic_before_anythin
         start(cpu_plan(nodes=3, slots=2))
 
 
-def test_a_plan_that_only_does_not_fit_now_waits_with_a_reason_and_a_limit(start):
+def test_a_plan_that_only_does_not_fit_now_waits_with_a_reason_and_a_limit(two_nodes, monkeypatch):
     from orchestrator.launch.session import ray_session
 
+    monkeypatch.setenv("RAY_ADDRESS", two_nodes)
     reasons = []
     plan = cpu_plan(nodes=2, slots=2, placement_timeout_seconds=1)
     with ray_session(plan) as ray:
