@@ -95,7 +95,7 @@ def test_what_the_engine_cannot_run_yet_is_a_note_of_the_plan(say) -> None:
         (["plan", "--jsn"], "`--json`"),
         (["plan", "-m"], "It belongs to: train"),
         (["train", "--json"], "It belongs to: plan"),
-        (["--help", "parallell"], "`parallel`"),
+        (["--help", "paralelx"], "`parallel`"),
         (["--help", "model=llma"], "`llama_7b`"),
         (["help", "xyzzy"], "--help keys"),
         (["plan", "+experiment=nope"], "no experiment `nope`"),

@@ -133,7 +133,7 @@ def test_a_defaults_list_that_names_nothing_is_refused_with_its_file(mine: Folde
 
 FOLDERS = [
     ("a shipped name", "model/llama2_7b.yaml", "has the name of a shipped option"),
-    ("an unknown group", "modell/x.yaml", "`modell` is not a configuration group"),
+    ("an unknown group", "unheard/x.yaml", "`unheard` is not a configuration group"),
     ("no group", "x.yaml", "lies in no group"),
 ]
 
