@@ -6,7 +6,6 @@ foreign names: both are part of what is tested.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -16,22 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from models.huggingface import ForeignWeight
 from models.registry import family
 from orchestrator.config.schema.model import ModelConfig
-
-
-def build_meta(sizes: ModelConfig, **part: Any) -> Any:
-    """Our module as its class leaves it: on the meta device."""
-    module_name, class_name = family(sizes.family).module.split(":")
-    return getattr(importlib.import_module(module_name), class_name)(sizes, **part)
-
-
-def build_ours(sizes: ModelConfig, dtype: torch.dtype = torch.float32, **part: Any) -> Any:
-    """Our module, allocated on the CPU and filled with zeros; buffers computed."""
-    model = build_meta(sizes, **part)
-    model.to(dtype).to_empty(device="cpu")
-    model.initialise_buffers()
-    for parameter in model.parameters():
-        nn.init.zeros_(parameter)
-    return model
+from tests.engine.small_models import build_ours
 
 
 def build_theirs(sizes: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 import models
@@ -16,7 +16,7 @@ from models.layers.attention import AttentionCore
 from models.registry import FAMILIES, family
 from models.spec import parameter_specs
 from orchestrator.config.schema.model import ModelConfig
-from tests.engine.models_against_transformers import build_meta, build_ours
+from tests.engine.small_models import build_meta, build_ours, build_random, make_sizes, matches, tokens_of
 
 pytestmark = pytest.mark.torch
 
@@ -29,35 +29,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt": {"family": "gpt"},
     "gpt tied": {"family": "gpt", "tie_word_embeddings": True},
 }
-
-
-def make_sizes(**changes: Any) -> ModelConfig:
-    small: dict[str, Any] = {
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 6,
-        "vocab_size": 101,
-        "max_position_embeddings": 64,
-    }
-    return ModelConfig(**(small | changes))
-
-
-def build_random(sizes: ModelConfig, dtype: torch.dtype = torch.float64, **part: Any) -> Any:
-    """Our module with random values that depend on each parameter's name only, not on what else is held."""
-    model = build_ours(sizes, dtype, **part).eval()
-    for name, parameter in model.named_parameters():
-        generator = torch.Generator().manual_seed(sum(name.encode()))
-        nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.1, generator=generator)
-    return model
-
-
-def tokens_of(sizes: ModelConfig, *shape: int) -> Tensor:
-    return torch.randint(sizes.vocab_size, shape, generator=torch.Generator().manual_seed(5))
-
-
-def matches(pattern: str, name: str) -> bool:
-    return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
@@ -270,3 +241,11 @@ def test_model_code_knows_no_rank_group_or_degree(name: str) -> None:
     source = "".join((MODELS / file).read_text() for file in files)
     code = re.sub(r'"""[\s\S]*?"""|#.*', "", source)
     assert re.findall(r"\b(rank|world|group|mesh|degree|distributed|DTensor)\b", code) == []
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_the_whole_model_is_one_graph_for_the_compiler(changes: dict[str, Any]) -> None:
+    sizes = make_sizes(num_hidden_layers=1, **changes)
+    model, tokens = build_random(sizes), tokens_of(sizes, 2, 16)
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(tokens), model(tokens))
