@@ -56,8 +56,8 @@ def flops_per_token(sizes: ModelSizes, sequence_length: int) -> float:
     """Floating-point operations of forward and backward for one token of a sequence of that many tokens.
 
     6 x matmul parameters + 12 x L x h x s (PaLM, Chowdhery et al. 2022, appendix B), with h = heads x head_dim, which
-    is the hidden size except where `head_dim` says otherwise. No recompute; neither the causal mask nor a sliding window
-    is deducted, so that figures of different models compare: what a window shorter than the sequence saves shows as a
+    is the hidden size except where `head_dim` says otherwise. No recompute; neither causal mask nor sliding window is
+    deducted, so that figures of different models compare: what a window shorter than the sequence saves shows as a
     higher MFU.
     """
     width = sizes.num_attention_heads * head_features(sizes)
