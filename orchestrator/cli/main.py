@@ -51,6 +51,8 @@ def _dispatch(invocation: Invocation) -> int:
         invocation.help_topic = invocation.help_topic or next(iter(invocation.overrides), None)
     elif invocation.command not in commands.offered():
         raise ConfigError([_unknown_command(invocation), *invocation.problems])
+    if foreign := locate.check_models_package():
+        raise ConfigError(foreign)  # before any import of it fails with a message about something else
     if invocation.help:
         return _help(invocation)
     module = commands.command(invocation.command)

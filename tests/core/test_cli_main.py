@@ -161,6 +161,30 @@ def test_the_composed_configuration_is_printed_as_yaml(say) -> None:
     )
 
 
+def test_a_foreign_models_package_in_the_current_folder_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrator", "plan"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert f"`import models` finds {tmp_path / 'models'}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_folder_called_models_that_is_no_package_is_in_nobody_s_way(
+    say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert locate.check_models_package() == ()
+
+
 def test_the_version_is_printed(say) -> None:
     assert say("--version").out.startswith("orchestrator 0.")
 
