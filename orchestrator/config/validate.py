@@ -45,5 +45,23 @@ def _settings_of_the_chosen_optimizer(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-RULES = (_schedule_fits_the_length, _settings_of_the_chosen_optimizer)
+def _gpu_fits_the_device(config: RunConfig) -> Iterator[Problem]:
+    cluster = config.cluster
+    if cluster.node_groups:
+        return
+    if cluster.device == "cuda" and cluster.gpu.name == "CPU":
+        yield Problem(
+            "cluster.gpu",
+            "The cluster computes on GPUs (cluster.device=cuda), but no kind of GPU is named, only the CPU entry.",
+            "Choose one with gpu=NAME, or write `gpu: NAME` into the cluster's file; `--help gpu` lists them.",
+        )
+    if cluster.device == "cpu" and cluster.gpu.peak_tflops.fp16 is not None:
+        yield Problem(
+            "cluster.gpu",
+            f"{cluster.gpu.name} is a GPU, but the cluster computes on CPUs (cluster.device=cpu).",
+            "Choose a cluster that has it, as cluster=a100_80gb_1x8 (`--help cluster` lists them), or gpu=cpu.",
+        )
+
+
+RULES = (_gpu_fits_the_device, _schedule_fits_the_length, _settings_of_the_chosen_optimizer)
 """Every rule, in the order in which problems are listed."""

@@ -42,7 +42,8 @@ def test_options_of_one_s_own_stand_beside_the_shipped_ones(mine: Folder) -> Non
     mine.write("model/small.yaml", "hidden_size: 64\nintermediate_size: 128\nnum_hidden_layers: 2\n"
                "num_attention_heads: 4\nvocab_size: 300\nmax_position_embeddings: 256\n")  # fmt: skip
     mine.write("experiment/mine.yaml", "# @package _global_\ndefaults:\n  - override /model: small\n"
-               "  - override /gpu: h200\n  - _self_\ntraining:\n  steps: 7\n")  # fmt: skip
+               "  - override /cluster: a100_80gb_1x8\n  - override /gpu: h200\n  - _self_\n"
+               "training:\n  steps: 7\n")  # fmt: skip
     config = mine.load("+experiment=mine")
     assert (config.model.hidden_size, config.training.steps, config.run.experiment) == (64, 7, "mine")
     assert config.cluster.gpu.name == "H200-141GB"
@@ -57,7 +58,7 @@ def test_a_cluster_of_one_s_own_names_its_gpu(mine: Folder) -> None:
 
 def test_a_gpu_of_one_s_own_can_be_named_anywhere(mine: Folder) -> None:
     mine.write("gpu/next.yaml", "# @package cluster.gpu\nname: NEXT\nmemory_gib: 300\n")
-    assert mine.load("gpu=next").cluster.gpu.memory_gib == 300
+    assert mine.load("cluster=h200_1x8", "gpu=next").cluster.gpu.memory_gib == 300
     groups = mine.load("cluster.node_groups=[{nodes: 1, gpus_per_node: 1, gpu: next}]").cluster.node_groups
     assert groups[0].gpu.name == "NEXT"
 

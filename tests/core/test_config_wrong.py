@@ -63,6 +63,8 @@ WRONG = [
     ("a decay after the end", ["optimizer.schedule.decay_steps=1000"], "optimizer.schedule.decay_steps",
      "after the last", ""),
     ("the experiment's name by key", ["run.experiment=x"], "run.experiment", "follows from its choice", "+experiment="),
+    ("a cluster of GPUs without a kind", ["cluster.device=cuda"], "cluster.gpu", "no kind of GPU is named", "gpu=NAME"),
+    ("a GPU in a cluster of CPUs", ["gpu=h200"], "cluster.gpu", "H200-141GB is a GPU", "--help cluster"),
     ("the live cluster", ["cluster=ray"], "cluster", "live Ray cluster", "Declare"),
 ]  # fmt: skip
 
