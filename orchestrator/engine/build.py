@@ -14,12 +14,14 @@ from torch import nn
 
 from models.registry import family
 from models.spec import parameter_specs
+from orchestrator.engine.compilation import apply_compile
 from orchestrator.engine.data_parallel import apply_data_parallel
 from orchestrator.engine.gradients import counted_once
 from orchestrator.engine.initialise import initialise
 from orchestrator.engine.mesh import Mesh
 from orchestrator.engine.optimizer import build_optimizer
 from orchestrator.engine.precision import master_dtype, mixed_precision_policy
+from orchestrator.engine.recompute import apply_recompute
 from orchestrator.engine.step import Parts
 from orchestrator.plan.run_plan import RunPlan
 
@@ -32,6 +34,11 @@ def build(plan: RunPlan, mesh: Mesh, device: torch.device) -> Parts:
     policy = mixed_precision_policy(config.training.precision)
 
     model = stage_on_meta(plan, mesh)
+    blocks = list(model.get_submodule(table.layers).children())
+    dropout = config.model.attention_dropout > 0 or config.model.resid_pdrop > 0
+    apply_recompute(blocks, config.training.activation_checkpointing, dropout=dropout)
+    if config.training.compile:
+        apply_compile(blocks)
     data_parallel = apply_data_parallel(model, mesh, config.parallel, table, policy)
     allocate(model, device, offload=config.parallel.offload == "all")
     parameters = dict(model.named_parameters())

@@ -10,7 +10,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from orchestrator.config.schema import Precision
 
-MASTER: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16_mixed": torch.float32}
+MASTER: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16_mixed": torch.float32,
+    "bf16_pure": torch.bfloat16,
+}
 """Type in which weights are kept and updated, by precision."""
 
 

@@ -24,19 +24,10 @@ class Limit:
 
 
 LIMITS: tuple[Limit, ...] = (
-    Limit("model.family", lambda config, plan: config.model.family, ("llama",)),
-    Limit("model.attention_dropout", lambda config, plan: config.model.attention_dropout, (0.0,)),
-    Limit("model.resid_pdrop", lambda config, plan: config.model.resid_pdrop, (0.0,)),
     Limit("parallel.tensor", lambda config, plan: config.parallel.tensor, (1,)),
     Limit("parallel.pipeline", lambda config, plan: config.parallel.pipeline, (1,)),
     Limit("parallel.context", lambda config, plan: config.parallel.context, (1,)),
-    Limit("training.precision", lambda config, plan: config.training.precision, ("fp32", "bf16_mixed")),
-    Limit(
-        "training.activation_checkpointing",
-        lambda config, plan: config.training.activation_checkpointing,
-        ("none",),
-    ),
-    Limit("training.compile", lambda config, plan: config.training.compile, (False,)),
+    Limit("training.precision", lambda config, plan: config.training.precision, ("fp32", "bf16_mixed", "bf16_pure")),
     Limit("checkpoint.init_from", lambda config, plan: config.checkpoint.init_from, (None,)),
 )
 """Everything the engine does not run in every form; remove a line when it does."""

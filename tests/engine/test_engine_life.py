@@ -131,6 +131,14 @@ def test_a_run_that_died_repeats_the_steps_since_its_checkpoint_and_records_each
     assert losses(tmp_path) == losses(unbroken[0])
 
 
+def test_dropout_is_drawn_alike_by_a_resumed_run(tmp_path: Path) -> None:
+    dropped = {**RESUMABLE, "model__resid_pdrop": 0.2, "model__attention_dropout": 0.2}
+    run(tmp_path / "unbroken", **dropped)
+    run(tmp_path / "broken", stop_at_step={0: 4}, **dropped)
+    run(tmp_path / "broken", attempt=2, **dropped)
+    assert losses(tmp_path / "broken") == losses(tmp_path / "unbroken")
+
+
 STAGES = [
     ({"parallel__data": 2}, {"parallel__data": 1}),
     ({"parallel__data": 2, "parallel__zero_stage": 3}, {"parallel__data": 1, "training__micro_batch_size": 8}),

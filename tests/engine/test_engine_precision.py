@@ -1,0 +1,102 @@
+"""What each precision keeps, computes and reduces in, on two real ranks; and torch.compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.gloo import on_ranks
+from tests.engine.parity import Case, batches
+from tests.engine.reference import IGNORED, Recipe
+
+pytestmark = pytest.mark.torch
+
+
+def observe(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:
+    """Types that a case's tensors have, and its losses."""
+    return [_observe(case) for case in cases]
+
+
+def _observe(case: Case) -> dict[str, Any]:
+    from orchestrator.engine.build import build
+    from orchestrator.engine.gradients import local
+    from orchestrator.engine.mesh import build_mesh
+    from orchestrator.engine.state import state_of
+    from orchestrator.engine.step import MicroBatch, train_step
+
+    plan = case.plan()
+    mesh = build_mesh(plan.parallel, "cpu")
+    parts = build(plan, mesh, torch.device("cpu"))
+    seen: dict[str, Any] = {"losses": [], "norms": []}
+
+    def computed(_: Any, inputs: Any, output: torch.Tensor) -> None:
+        seen["compute"] = output.dtype
+
+    def reduced(*_: Any) -> None:
+        seen["gradients"] = {local(p.grad).dtype for p in parts.parameters.values() if p.grad is not None}
+
+    parts.model.get_submodule("layers.0.mlp.down_proj").register_forward_hook(computed)
+    parts.optimizer.register_step_pre_hook(reduced)
+    for inputs, labels in batches(case):
+        own = inputs.shape[0] // mesh.data_ranks
+        rows = slice(mesh.data_rank * own, (mesh.data_rank + 1) * own)
+        result = train_step(parts, [MicroBatch(inputs[rows], labels[rows])], int((labels != IGNORED).sum()))
+        seen["losses"].append(result.loss)
+        seen["norms"].append(result.gradient_norm)
+    seen["weights"] = {local(parameter).dtype for parameter in parts.parameters.values()}
+    seen["optimizer"] = {value.dtype for value in state_of(parts)["optimizer"].values() if value.dim()}
+    return seen
+
+
+def case(precision: str, stage: int, **changes: Any) -> Case:
+    base = {"parallel__data": 2, "parallel__zero_stage": stage, "training__micro_batch_size": 4}
+    recipe = Recipe(optimizer="adamw", lr=2e-2, clip=1.0)
+    return Case(f"{precision} ZeRO-{stage}", {**base, "training__precision": precision, **changes}, "none", recipe)
+
+
+CASES = [case(precision, stage) for precision in ("fp32", "bf16_mixed", "bf16_pure") for stage in (0, 2, 3)]
+TYPES = {
+    # weights and optimizer, compute, gradients
+    "fp32": (torch.float32, torch.float32, torch.float32),
+    "bf16_mixed": (torch.float32, torch.bfloat16, torch.float32),
+    "bf16_pure": (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+}
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, list[dict[str, Any]]]:
+    """By case, what each rank saw."""
+    by_rank = on_ranks(2, observe, CASES)
+    return {one.name: [ranks[index] for ranks in by_rank] for index, one in enumerate(CASES)}
+
+
+@pytest.mark.parametrize("one", CASES, ids=lambda one: one.name)
+def test_every_tensor_has_the_type_that_the_precision_promises(
+    one: Case, seen: dict[str, list[dict[str, Any]]]
+) -> None:
+    kept, compute, gradients = TYPES[one.name.split()[0]]
+    for rank in seen[one.name]:
+        assert rank["weights"] == {kept}
+        assert rank["optimizer"] == {kept}
+        assert rank["compute"] == compute
+        assert rank["gradients"] == {gradients}
+
+
+@pytest.mark.parametrize("one", CASES, ids=lambda one: one.name)
+def test_every_precision_learns_what_fp32_learns_within_its_own_rounding(
+    one: Case, seen: dict[str, list[dict[str, Any]]]
+) -> None:
+    losses = seen[one.name][0]["losses"]
+    assert losses[-1] < 0.9 * losses[0]
+    assert losses == pytest.approx(seen["fp32 ZeRO-0"][0]["losses"], rel=0.03)
+    assert seen[one.name][0]["norms"] == seen[one.name][1]["norms"]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_learn_the_same() -> None:
+    plain = case("fp32", 3)
+    compiled = case("fp32", 3, training__compile=True, training__activation_checkpointing="selective")
+    found = on_ranks(2, observe, [plain, compiled])[0]
+    assert found[1]["losses"] == pytest.approx(found[0]["losses"], abs=1e-4)
