@@ -25,8 +25,8 @@ from pathlib import Path
 import numpy as np
 
 from orchestrator.config.schema import DataConfig, RunConfig
-from orchestrator.data.corpora import Listing, NotTextError, list_documents, not_text, read_document
-from orchestrator.data.split import SPLITS, Part, Parts, Split, document_digest, split_documents
+from orchestrator.data.corpora import Listing, NotTextError, list_documents, not_text, read_pieces
+from orchestrator.data.split import SPLITS, Part, Parts, Split, split_documents
 from orchestrator.data.tokenizers import Tokenizer, open_tokenizer, token_type, tokenizer_identity
 from orchestrator.errors import ConfigError, Problem
 
@@ -174,46 +174,49 @@ def _write_split(path: Path, parts: tuple[Part, ...], tokenizer: Tokenizer) -> S
     """Write the parts' tokens, end-of-text after each part."""
     kind = token_type(tokenizer.vocab_size)
     end = np.array([tokenizer.end_of_text], dtype=kind)
-    tokens = size_bytes = 0
+    tokens = 0
     with path.open("wb") as file:
         for batch in _batches(parts):
-            for ids in tokenizer.encode(batch):
+            ids_of_pieces = tokenizer.encode([piece for piece, _ in batch])
+            for ids, (_, last_of_part) in zip(ids_of_pieces, batch, strict=True):
                 file.write(ids.astype(kind, copy=False).tobytes())
-                file.write(end.tobytes())
-                tokens += len(ids) + 1
-            size_bytes += sum(len(content) for content in batch)
+                tokens += len(ids)
+                if last_of_part:
+                    file.write(end.tobytes())
+                    tokens += 1
         _flush(file.fileno())
-    return SplitFacts(tokens, len(parts), size_bytes, _file_digest(path))
+    return SplitFacts(tokens, len(parts), sum(part.end - part.start for part in parts), _file_digest(path))
 
 
-def _batches(parts: tuple[Part, ...]) -> Iterator[list[bytes]]:
-    """The parts' text, in lists of about `_BATCH_BYTES`."""
-    batch: list[bytes] = []
+def _batches(parts: tuple[Part, ...]) -> Iterator[list[tuple[bytes, bool]]]:
+    """The parts' text in lists of about `_BATCH_BYTES`: (piece, whether it is its part's last)."""
+    batch: list[tuple[bytes, bool]] = []
     size = 0
     for part in parts:
-        batch.append(_read_again(part))
-        size += len(batch[-1])
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
+        at = part.start
+        for piece in _read_unchanged(part):
+            at += len(piece)
+            size += len(piece)
+            batch.append((piece, at == part.end))
+            if size >= _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
     if batch:
         yield batch
 
 
-def _read_again(part: Part) -> bytes:
-    """The part's text, checked to be still what the fingerprint was computed from."""
+def _read_unchanged(part: Part) -> Iterator[bytes]:
+    """The part's text; refuses a file that has changed since it was listed, whose fingerprint would be another."""
     document = part.document
     try:
-        content = read_document(document)
+        yield from read_pieces(document, part.start, part.end)
     except NotTextError as error:
         raise ConfigError(not_text(error)) from None
-    if document_digest(document.name, content) != part.digest:
+    status = document.path.stat()
+    if (status.st_size, status.st_mtime_ns) != (document.size_bytes, document.changed_ns):
         raise ConfigError(
-            Problem(
-                "data.path", f"{document.path} changed while it was being read.", "Start again once it is complete."
-            )
+            Problem("data.path", f"{document.path} changed while it was being read.", "Start again when it is done.")
         )
-    return content[part.start : part.end]
 
 
 def _open_sound(directory: Path) -> TokenCache | None:

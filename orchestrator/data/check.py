@@ -20,7 +20,7 @@ from orchestrator.data.corpora import (
     check_text,
     list_documents,
     not_text,
-    read_document,
+    read_pieces,
     unreadable,
 )
 from orchestrator.data.dataset import too_small_problem, vocabulary_problem
@@ -135,7 +135,7 @@ def _count(parts: tuple[Part, ...], tokenizer: Tokenizer) -> int | None:
     """Tokens of a split, end-of-text included; None when it is too large to count them here."""
     if sum(part.end - part.start for part in parts) > _ENCODED_BYTES:
         return None
-    texts = [read_document(part.document)[part.start : part.end] for part in parts]
+    texts = [b"".join(read_pieces(part.document, part.start, part.end)) for part in parts]
     return sum(len(ids) + 1 for ids in tokenizer.encode(texts))
 
 

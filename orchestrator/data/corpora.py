@@ -17,6 +17,8 @@ from pathlib import Path
 from orchestrator.config.schema import DataConfig
 from orchestrator.errors import ConfigError, Problem
 
+PIECE_BYTES = 1 << 20
+"""Bytes read at a time. Part of what a tokenizer.json's tokens are, since no token crosses from piece to piece."""
 _STDLIB_SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib-dynload"}
 )
@@ -82,32 +84,80 @@ def list_documents(data: DataConfig) -> Listing:
     return listing
 
 
-def read_document(document: Document) -> bytes:
-    """The document's bytes, checked to be UTF-8 text.
+def read_pieces(document: Document, start: int = 0, end: int | None = None) -> Iterator[bytes]:
+    """The document's bytes from `start` to before `end`, checked to be UTF-8 text, in pieces of about a megabyte.
 
-    Raises NotTextError with the first bad byte's offset, ConfigError when the file cannot be read.
+    A piece ends behind a line's end (behind a character, in a line longer than a piece), so memory stays bounded and
+    pieces can be tokenised one by one. Raises NotTextError with the first bad byte's offset, ConfigError when the file
+    cannot be read.
     """
+    end = document.size_bytes if end is None else end
     try:
-        content = document.path.read_bytes()
+        with document.path.open("rb") as file:
+            file.seek(start)
+            kept = b""
+            while start + len(kept) < end:
+                read = file.read(min(PIECE_BYTES, end - start - len(kept)))
+                content = kept + read
+                last = not read or start + len(content) >= end
+                piece = content if last else content[: _end_of_piece(content)]
+                check_text(piece, document.path, start)
+                if piece:
+                    yield piece
+                start, kept = start + len(piece), content[len(piece) :]
+                if not read:
+                    return
     except OSError as error:
         raise ConfigError(unreadable(document.path, error)) from None
-    check_text(content, document.path)
-    return content
 
 
-def check_text(content: bytes, path: Path, *, complete: bool = True) -> None:
-    """Raise NotTextError unless `content` is UTF-8 text; with `complete=False` it may end inside a character."""
+def line_start_before(document: Document, offset: int) -> int:
+    """Offset behind the last line's end before `offset`; in a text of one line, that of the character at `offset`."""
+    try:
+        with document.path.open("rb") as file:
+            high = offset
+            while high > 0:
+                low = max(0, high - PIECE_BYTES)
+                file.seek(low)
+                found = file.read(high - low).rfind(b"\n")
+                if found >= 0:
+                    return low + found + 1
+                high = low
+            low = max(0, offset - 3)  # a UTF-8 character has at most three bytes behind its first
+            file.seek(low)
+            around = file.read(offset - low + 1)
+    except OSError as error:
+        raise ConfigError(unreadable(document.path, error)) from None
+    while offset > low and around[offset - low] & 0xC0 == 0x80:
+        offset -= 1
+    return offset
+
+
+def _end_of_piece(content: bytes) -> int:
+    """Where a piece of `content`, behind which more follows, ends."""
+    line_end = content.rfind(b"\n") + 1
+    if line_end:
+        return line_end
+    end = len(content)
+    while end > len(content) - 3 and content[end - 1] & 0xC0 == 0x80:
+        end -= 1
+    return end - 1  # the last character may go on behind what was read
+
+
+def check_text(content: bytes, path: Path, offset: int = 0, *, complete: bool = True) -> None:
+    """Raise NotTextError unless `content`, read at `offset`, is UTF-8; not `complete`: it may end in a character."""
     try:
         content.decode("utf-8")
     except UnicodeDecodeError as error:
         cut_off = not complete and error.reason == "unexpected end of data"
         if not cut_off:
             raise NotTextError(
-                f"{path} is not UTF-8 text: byte {error.start} is 0x{content[error.start]:02x} ({error.reason})."
+                f"{path} is not UTF-8 text: byte {offset + error.start} is 0x{content[error.start]:02x} "
+                f"({error.reason})."
             ) from None
-    if (offset := content.find(b"\0")) >= 0:
+    if (zero := content.find(b"\0")) >= 0:
         # Valid in UTF-8, yet never part of text: a binary file, or UTF-16.
-        raise NotTextError(f"{path} is not UTF-8 text: byte {offset} is 0x00, as in binary files and UTF-16.")
+        raise NotTextError(f"{path} is not UTF-8 text: byte {offset + zero} is 0x00, as in binary files and UTF-16.")
 
 
 def not_text(error: NotTextError) -> Problem:

@@ -11,7 +11,7 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from orchestrator.data.corpora import Document, Listing, NotTextError, not_text, read_document
+from orchestrator.data.corpora import Document, Listing, NotTextError, line_start_before, not_text, read_pieces
 from orchestrator.errors import ConfigError, Problem
 
 Split = Literal["train", "validation"]
@@ -38,10 +38,11 @@ Parts = dict[Split, tuple[Part, ...]]
 """The parts of each split, in order."""
 
 
-def document_digest(name: str, content: bytes) -> str:
-    """32 hexadecimal digits that stand for a document's name and content."""
-    digest = hashlib.blake2b(name.encode("utf-8", errors="surrogateescape") + b"\0", digest_size=16)
-    digest.update(content)
+def document_digest(document: Document) -> str:
+    """32 hexadecimal digits that stand for a document's name and content. Raises as `read_pieces`."""
+    digest = hashlib.blake2b(document.name.encode("utf-8", errors="surrogateescape") + b"\0", digest_size=16)
+    for piece in read_pieces(document):
+        digest.update(piece)
     return digest.hexdigest()
 
 
@@ -53,22 +54,20 @@ def split_documents(listing: Listing, validation_fraction: float) -> tuple[Parts
     parts: list[Part] = []
     skipped: list[str] = []
     problems: list[Problem] = []
-    only = b""
     for document in listing.documents:
         try:
-            content = read_document(document)
+            digest = document_digest(document)
         except NotTextError as error:
             skipped.append(document.name)
             problems.append(not_text(error))
             continue
-        only = content if not parts else b""
-        parts.append(Part(document, document_digest(document.name, content), 0, len(content)))
+        parts.append(Part(document, digest, 0, document.size_bytes))
     if problems and not listing.skip_undecodable:
         raise ConfigError(_first(problems))
     if not parts:
         raise ConfigError(Problem(listing.key, f"{listing.origin} holds no text.", "Choose another corpus."))
     if len(parts) == 1:
-        return _cut(parts[0], only, validation_fraction), tuple(skipped)
+        return _cut(parts[0], validation_fraction), tuple(skipped)
     return _choose(parts, validation_fraction), tuple(skipped)
 
 
@@ -81,16 +80,11 @@ def _choose(parts: list[Part], validation_fraction: float) -> Parts:
     return {"validation": tuple(ordered[:count]), "train": tuple(ordered[count:])}
 
 
-def _cut(part: Part, content: bytes, validation_fraction: float) -> Parts:
+def _cut(part: Part, validation_fraction: float) -> Parts:
     """The end of the only document is for validation, from behind the nearest line's end before the cut."""
     if validation_fraction == 0:
         return {"train": (part,), "validation": ()}
-    aim = int(len(content) * (1 - validation_fraction))
-    cut = content.rfind(b"\n", 0, aim) + 1
-    if cut == 0:  # one long line: cut between two characters
-        cut = aim
-        while cut and content[cut] & 0xC0 == 0x80:
-            cut -= 1
+    cut = line_start_before(part.document, int(part.end * (1 - validation_fraction)))
     train = replace(part, end=cut)
     validation = replace(part, start=cut)
     return {"train": (train,) if cut else (), "validation": (validation,) if cut < part.end else ()}

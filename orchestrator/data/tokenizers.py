@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +20,10 @@ from orchestrator.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as _Library
 
-Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+Tokens = npt.NDArray[Any]
+"""Token ids in the type of `token_type`."""
 
 BYTES = "bytes"
-_PIECE_CHARACTERS = 1 << 20
-"""Longer documents are encoded in pieces that end at a line: memory stays bounded and pieces run in parallel."""
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<end_of_text>")
 """End-of-text tokens of the common families, used when no `tokenizer_config.json` beside the file names one."""
 
@@ -40,8 +39,8 @@ class Tokenizer(Protocol):
     def end_of_text(self) -> int:
         """Id of the token that follows each document."""
 
-    def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
-        """Ids of each UTF-8 document, without end-of-text."""
+    def encode(self, pieces: Sequence[bytes]) -> list[Tokens]:
+        """Ids of each piece of UTF-8 text, without end-of-text."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; end-of-text is left out and broken characters are replaced."""
@@ -53,9 +52,9 @@ class ByteTokenizer:
     vocab_size = 257
     end_of_text = 256
 
-    def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
-        """Ids of each document: its bytes."""
-        return [np.frombuffer(document, dtype=np.uint8).astype(np.uint16) for document in documents]
+    def encode(self, pieces: Sequence[bytes]) -> list[Tokens]:
+        """Ids of each piece: its bytes."""
+        return [np.frombuffer(piece, dtype=np.uint8).astype(np.uint16) for piece in pieces]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; end-of-text is left out and broken characters are replaced."""
@@ -73,15 +72,11 @@ class JsonTokenizer:
         self.end_of_text = end_of_text
         self.vocab_size = max(library.get_vocab(with_added_tokens=True).values()) + 1
 
-    def encode(self, documents: Sequence[bytes]) -> list[Tokens]:
-        """Ids of each UTF-8 document; no special tokens are added."""
-        pieces = [_pieces(document.decode("utf-8")) for document in documents]
-        encoded = self._library.encode_batch_fast(
-            [piece for document in pieces for piece in document], add_special_tokens=False
-        )
-        kind = token_type(self.vocab_size)
-        ids = iter(np.asarray(encoding.ids, dtype=kind) for encoding in encoded)
-        return [np.concatenate([next(ids) for _ in document]) for document in pieces]
+    def encode(self, pieces: Sequence[bytes]) -> list[Tokens]:
+        """Ids of each piece of UTF-8 text; no special tokens are added."""
+        texts = [piece.decode("utf-8") for piece in pieces]
+        encodings = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=token_type(self.vocab_size)) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; special tokens are left out."""
@@ -180,16 +175,3 @@ def _find_end_of_text(library: _Library, path: Path) -> int:
             "Add one to the file's added_tokens, or name it as eos_token in a tokenizer_config.json beside it.",
         )
     )
-
-
-def _pieces(text: str) -> list[str]:
-    """`text` in pieces of about a million characters, cut behind a line's end (or within a line longer than that)."""
-    pieces = []
-    start = 0
-    while len(text) - start > _PIECE_CHARACTERS:
-        end = text.rfind("\n", start, start + _PIECE_CHARACTERS) + 1
-        end = end if end > start else start + _PIECE_CHARACTERS
-        pieces.append(text[start:end])
-        start = end
-    pieces.append(text[start:])
-    return pieces

@@ -6,12 +6,14 @@ import multiprocessing
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.data import cache as cache_module
+from orchestrator.data import corpora
 from orchestrator.data.cache import open_cache
 from orchestrator.data.dataset import TextTokens, open_tokens, validation_ids
 from orchestrator.data.tokenizers import ByteTokenizer
@@ -78,7 +80,7 @@ def test_an_unchanged_corpus_is_not_read_again(corpus: RunConfig, monkeypatch: p
         raise AssertionError("a document was read")
 
     monkeypatch.setattr(cache_module, "split_documents", refuse)
-    monkeypatch.setattr(cache_module, "read_document", refuse)
+    monkeypatch.setattr(cache_module, "read_pieces", refuse)
     assert open_cache(corpus) == first
 
 
@@ -212,11 +214,29 @@ def test_leftovers_of_killed_builders_are_cleared_after_a_day(corpus: RunConfig,
 
 
 def test_a_document_that_changes_while_it_is_read_is_refused(
-    corpus: RunConfig, monkeypatch: pytest.MonkeyPatch
+    corpus: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_module, "read_document", lambda _document: b"something else")
+    find_split = cache_module.split_documents
+
+    def split_then_edit(*values: Any) -> Any:
+        found = find_split(*values)
+        (tmp_path / "corpus" / "5.txt").write_text("something else", encoding="utf-8")
+        return found
+
+    monkeypatch.setattr(cache_module, "split_documents", split_then_edit)
     with pytest.raises(ConfigError, match="changed while it was being read"):
         open_cache(corpus)
+    assert list((tmp_path / "cache" / "tokens").iterdir()) == []
+
+
+def test_a_document_longer_than_a_piece_is_cached_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpora, "PIECE_BYTES", 64)
+    monkeypatch.setattr(cache_module, "_BATCH_BYTES", 100)
+    files: dict[str, str | bytes] = {f"{index}.txt": f"line of {index}\n" * 40 for index in range(4)}
+    write_files(tmp_path / "corpus", files)
+    cache = open_cache(config_of(tmp_path / "corpus", tmp_path / "cache"))
+    found = documents_of(cache.tokens("train")) + documents_of(cache.tokens("validation"))
+    assert sorted(found) == sorted(files.values())
 
 
 @pytest.mark.parametrize(("split", "fraction", "remedy"), [("train", 0.9, "lower"), ("validation", 0.05, "raise")])

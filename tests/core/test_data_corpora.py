@@ -5,9 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from orchestrator.config.schema import DataConfig
-from orchestrator.data.corpora import list_documents, read_document
+from orchestrator.data import corpora
+from orchestrator.data.corpora import line_start_before, list_documents, read_pieces
 from orchestrator.data.split import split_documents
 from orchestrator.errors import ConfigError
 from tests.core.data_configs import write_files
@@ -92,6 +95,45 @@ def test_what_is_not_utf8_is_refused_with_its_file_and_byte(
     assert "iconv" in problem.fix
 
 
+SMALL_PIECES = 16
+
+
+@given(text=st.text(max_size=200), start=st.integers(0, 50), length=st.integers(0, 200))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_pieces_are_the_text_bounded_and_cut_behind_lines_or_characters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, start: int, length: int
+) -> None:
+    monkeypatch.setattr(corpora, "PIECE_BYTES", SMALL_PIECES)
+    text = text.replace("\0", "\n")
+    content = ("\n" * start + text).encode()
+    write_files(tmp_path, {"a.txt": content + b"x"})
+    (document,) = list_documents(DataConfig(source="text", path=str(tmp_path))).documents
+    pieces = list(read_pieces(document, start, len(content)))
+    assert b"".join(pieces) == text.encode()
+    assert all(0 < len(piece) < 2 * SMALL_PIECES for piece in pieces)
+    for piece in pieces[:-1]:
+        piece.decode()
+        assert piece.endswith(b"\n") or b"\n" not in piece
+    offset = min(length, len(content))
+    cut = line_start_before(document, offset)
+    assert cut <= offset
+    assert content[:cut].endswith(b"\n") or b"\n" not in content[:offset]
+    content[:cut].decode()
+
+
+@pytest.mark.parametrize("offset", [0, 15, 16, 17, 31, 40, 99])
+@pytest.mark.parametrize("bad", [b"\xff", b"\x00", b"\xc3\n"])
+def test_the_byte_that_is_not_text_is_counted_from_the_files_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int, bad: bytes
+) -> None:
+    monkeypatch.setattr(corpora, "PIECE_BYTES", SMALL_PIECES)
+    content = (b"lines of text\n" * 10)[:offset] + bad + b"and more text\n" * 5
+    write_files(tmp_path, {"a.txt": content})
+    (document,) = list_documents(DataConfig(source="text", path=str(tmp_path))).documents
+    with pytest.raises(corpora.NotTextError, match=f"byte {offset} is"):
+        list(read_pieces(document))
+
+
 def test_many_files_that_are_not_text_are_counted_not_listed(tmp_path: Path) -> None:
     write_files(tmp_path, {f"{index:02}.bin": b"\xff" for index in range(30)})
     with pytest.raises(ConfigError) as caught:
@@ -112,7 +154,7 @@ def test_a_file_without_permission_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").chmod(0)
     (document,) = list_documents(DataConfig(source="text", path=str(tmp_path))).documents
     with pytest.raises(ConfigError, match="Permission denied"):
-        read_document(document)
+        list(read_pieces(document))
 
 
 def test_the_split_of_a_document_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from orchestrator.data import tokenizers as module
 from orchestrator.data.dataset import open_tokens
 from orchestrator.data.tokenizers import ByteTokenizer, JsonTokenizer, open_tokenizer, token_type, tokenizer_identity
 from orchestrator.errors import ConfigError
@@ -97,20 +96,6 @@ def test_a_file_that_is_no_tokenizer_json_is_refused_without_a_traceback(tmp_pat
 def test_a_tokenizer_that_is_not_there_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         open_tokenizer(str(tmp_path / name))
-
-
-def test_long_documents_are_encoded_in_pieces_that_end_at_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library = write_tokenizer(tmp_path / "tokenizer.json")
-    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 100)
-    tokenizer = open_tokenizer(str(tmp_path))
-    text = TEXT + "x" * 250 + "\n"
-    (ids,) = tokenizer.encode([text.encode()])
-    assert tokenizer.decode(ids.tolist()) == text
-    assert all(piece.endswith("\n") for piece in module._pieces(TEXT))
-    assert "".join(module._pieces(text)) == text
-    assert [document.tolist() for document in tokenizer.encode([TEXT.encode()])] == [library.encode(TEXT).ids]
 
 
 @pytest.mark.parametrize(("vocab_size", "kind"), [(257, np.uint16), (65_536, np.uint16), (65_537, np.uint32)])
