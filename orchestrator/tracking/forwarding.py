@@ -6,6 +6,7 @@ to try again and when to give up. MLflow is imported at the first turn that has 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -236,9 +237,9 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def follow_run(folder: Path) -> bool:
+def follow_run(folder: Path, nice: int) -> bool:
     """Follow a run until it ends, as the child of the command that trains it. Returns whether everything was sent."""
-    _live_quietly()
+    _live_quietly(nice)
     forwarding = Forwarding(folder, _noted_uri(folder))
     parent = _Parent()
     pause = _FIRST_PAUSE_SECONDS
@@ -297,6 +298,7 @@ class _Parent:
         now = time.monotonic()
         if word.startswith(b"finish "):
             self.deadline = now + float(word.split()[1])
+            _set_priority(0)
         elif not word:
             self._gone = True
             self.deadline = min(self.deadline or now + _ORPHAN_SECONDS, now + _ORPHAN_SECONDS)
@@ -304,12 +306,21 @@ class _Parent:
             signal.alarm(int(2 * _ORPHAN_SECONDS))
 
 
-def _live_quietly() -> None:
-    """Lowest priority, deaf to Ctrl-C: the parent decides when this ends."""
-    os.nice(19)
+def _live_quietly(nice: int) -> None:
+    """Lowest priority, deaf to Ctrl-C: the parent decides when this ends, and until then training comes first."""
+    _set_priority(nice)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _set_up_environment()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def _set_priority(nice: int) -> None:
+    """Low (19) while training runs, 0 when it is over and a user waits; as far as the system allows."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, nice)
+    with contextlib.suppress(OSError):
+        # Linux shares the CPU between sessions first (autogroups), and this process has one of its own.
+        Path("/proc/self/autogroup").write_text(str(nice))
 
 
 def _set_up_environment() -> None:
