@@ -6,7 +6,7 @@ problem that nothing fits. Refuses to choose what changes learning: model, preci
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from orchestrator.config.schema import ParallelConfig, RunConfig
@@ -22,6 +22,9 @@ from orchestrator.plan.validate import rules
 
 MOST_NODES = 4096
 """Nodes up to which `cluster.nodes=auto` looks; the largest published runs used about 3,000 nodes of 8."""
+
+
+Judge = Callable[[RunConfig], tuple[Problem, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +47,42 @@ def with_nodes(config: RunConfig, nodes: int) -> RunConfig:
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": nodes})})
 
 
-def resolve(config: RunConfig) -> Resolved:
+def resolve(config: RunConfig, problems_of: Judge) -> Resolved:
     """Replace `parallel.strategy=auto` and an open `cluster.nodes` by what a search finds.
 
     A configuration that asks for neither comes back as it is; so does one that `validate/` refuses, for it to say why.
+    `problems_of` judges a configuration with a number of nodes: what `make_plan` finds.
     """
     inventory = take_inventory(config.cluster)
     if config.parallel.strategy == "manual":
         if not inventory.open_ended or config.parallel.data != "auto" or rules.check(derive(_on_one(config))):
             return Resolved(config)
-        return _fewest_nodes_for_degrees(config)
-    if rules.check(derive(plain(config))):
-        return Resolved(plain(config))
+        return _fewest_nodes_for_degrees(config, problems_of)
+    problems = rules.check(derive(plain(config)))
+    if problems:
+        return Resolved(config, problems=problems)
     if inventory.open_ended:
         nodes = fewest_nodes(config)
         if nodes is None:
             return Resolved(config, problems=(_nothing_fits(with_nodes(config, MOST_NODES), None),))
         chosen = _best(with_nodes(config, nodes))
-        return Resolved(chosen.config, (f"cluster.nodes=auto: {_machines(nodes)} suffice.", *chosen.notes))
+        return Resolved(chosen.config, (_suffice(nodes), *chosen.notes))
     return _best(config)
 
 
-def _machines(nodes: int) -> str:
-    return "1 node does" if nodes == 1 else f"{nodes} nodes"
+def _suffice(nodes: int) -> str:
+    return f"cluster.nodes=auto: {'1 node suffices' if nodes == 1 else f'{nodes} nodes suffice'}."
+
+
+def _no_nodes_divide(config: RunConfig) -> Problem:
+    parallel, training = config.parallel, config.training
+    return Problem(
+        "cluster.nodes",
+        f"auto: no number of nodes up to {MOST_NODES} divides into tensor {parallel.tensor} x pipeline "
+        f"{parallel.pipeline} x context {parallel.context} with a data degree that divides global_batch_size "
+        f"{training.global_batch_size} / micro_batch_size {training.micro_batch_size}.",
+        "Set parallel.data, or change the batch.",
+    )
 
 
 def _on_one(config: RunConfig) -> RunConfig:
@@ -143,17 +159,15 @@ def fewest_nodes(config: RunConfig) -> int | None:
     )
 
 
-def _fewest_nodes_for_degrees(config: RunConfig) -> Resolved:
+def _fewest_nodes_for_degrees(config: RunConfig, problems_of: Judge) -> Resolved:
     """`nodes=auto` with `data=auto`: the fewest nodes on which the asked degrees give a legal plan that fits."""
-    from orchestrator.plan.make import make_plan
-
     last: tuple[Problem, ...] = ()
     for nodes in _useful_nodes(config):
-        plan = make_plan(with_nodes(config, nodes))
-        if plan.feasible:
-            return Resolved(plan.config, (f"cluster.nodes=auto: {_machines(nodes)} suffice.",))
-        last = plan.problems
-    return Resolved(config, problems=last)
+        tried = with_nodes(config, nodes)
+        last = problems_of(tried)
+        if not last:
+            return Resolved(tried, (_suffice(nodes),))
+    return Resolved(config, problems=last or (_no_nodes_divide(config),))
 
 
 def _useful_nodes(config: RunConfig) -> Iterator[int]:

@@ -14,6 +14,7 @@ from models.spec import flops_per_token, parameter_count
 from orchestrator.config.schema import RunConfig
 from orchestrator.errors import Problem
 from orchestrator.plan import batch
+from orchestrator.plan.auto import resolve
 from orchestrator.plan.cost import cost_plan, step_time
 from orchestrator.plan.facts import Facts, derive
 from orchestrator.plan.fit import fit_problems
@@ -39,8 +40,10 @@ def make_plan(config: RunConfig, *, profile: str = "ours") -> RunPlan:
     problems = tuple(size_rules.absurd_sizes(config))
     if problems:
         return RunPlan(config, None, None, None, problems=problems, warnings=(_NOT_COMPUTED,), profile=profile)
+    resolved = resolve(config, lambda tried: make_plan(tried, profile=profile).problems)
+    config = resolved.config
     facts = derive(config)
-    problems = rules.check(facts)
+    problems = resolved.problems or rules.check(facts)
     model = _model_facts(config, problems)
     parallel = None if problems else parallel_facts(facts)
     plan = RunPlan(
@@ -49,7 +52,7 @@ def make_plan(config: RunConfig, *, profile: str = "ours") -> RunPlan:
         parallel=parallel,
         memory=None,
         problems=problems,
-        warnings=rules.warn(facts),
+        warnings=(*resolved.notes, *rules.warn(facts)),
         profile=profile,
     )
     if parallel is None:

@@ -117,28 +117,38 @@ def search(config: RunConfig, *, allowed: Callable[[Candidate], bool] = lambda _
     evaluate = Evaluator(config)
     ranked: list[Ranked] = []
     rejected: list[Rejected] = []
-    fitting: set[tuple[int, int, int]] = set()
+    later: list[Split] = []
     for split in splits(config):
-        place = (split.tensor, split.pipeline, split.context)
-        if split.offload and place in fitting:
-            continue  # states on the GPU are never slower than states on the host
-        best = best_course(evaluate, split, allowed)
-        if best is None:
-            rejected.append(Rejected(split, reason(evaluate, split)))
+        if split.offload:
+            later.append(split)
         else:
-            ranked.append(best)
-            fitting.add(place)
+            _judge(evaluate, split, allowed, ranked, rejected)
+    if not ranked:
+        # States in host memory are the last resort: the same split is never slower with its states on the GPU.
+        for split in later:
+            _judge(evaluate, split, allowed, ranked, rejected)
     return Found(ordered(ranked), tuple(rejected))
 
 
+def _judge(
+    evaluate: Evaluator,
+    split: Split,
+    allowed: Callable[[Candidate], bool],
+    ranked: list[Ranked],
+    rejected: list[Rejected],
+) -> None:
+    best = best_course(evaluate, split, allowed)
+    if best is None:
+        rejected.append(Rejected(split, reason(evaluate, split)))
+    else:
+        ranked.append(best)
+
+
 def _courses(evaluate: Evaluator, split: Split, allowed: Callable[[Candidate], bool]) -> list[Course]:
-    """Every course without recomputation that may win; `gpipe` only where 1F1B has too few micro-batches."""
+    """Every course that is allowed with some recomputation, written without."""
     found = []
     for size in micro_batch_sizes(evaluate.config, split):
-        kinds = list(schedules(evaluate.config, split, evaluate.micro_batches(split, size)))
-        for schedule, virtual in kinds:
-            if schedule == "gpipe" and ("1f1b", 1) in kinds:
-                continue  # the same time, more kept activations
+        for schedule, virtual in schedules(evaluate.config, split, evaluate.micro_batches(split, size)):
             found.append(Course(schedule, virtual, size, "none"))
     return [course for course in found if any(allowed(Candidate(split, course.with_recompute(r))) for r in RECOMPUTE)]
 
@@ -153,7 +163,7 @@ def best_course(
     """The best course of a split, or with `first_fit` any that fits; None when none does.
 
     Courses are taken in the order of the least time that they can need; the search ends when that exceeds what has been
-    reached. A course that does not fit comes again with the next recomputation and its higher least time.
+    reached.
     """
     queue: list[tuple[float, int, int, Course]] = []
     for index, course in enumerate(_courses(evaluate, split, allowed)):
@@ -164,18 +174,20 @@ def best_course(
         floor, index, level, course = heapq.heappop(queue)
         if fastest is not None and floor > fastest * (1 + TIE):
             break
-        candidate = Candidate(split, course)
-        if allowed(candidate):
-            seconds = evaluate.seconds(candidate)
-            if fastest is not None and seconds is not None and seconds > fastest * (1 + TIE):
-                continue  # neither this course wins nor the same with more recomputation
-            if evaluate.shortage(candidate) is None:
-                reached.append(Ranked(candidate, seconds))
-                fastest = seconds if fastest is None or seconds is None else min(fastest, seconds)
-                if first_fit:
-                    break
-                continue
+        # More recomputation comes with its own, higher least time whatever becomes of this course: where traffic hides
+        # behind computation, more of that can be faster.
         _push(queue, evaluate, split, index, level + 1, course)
+        candidate = Candidate(split, course)
+        if not allowed(candidate):
+            continue
+        seconds = evaluate.seconds(candidate)
+        slower = fastest is not None and seconds is not None and seconds > fastest * (1 + TIE)
+        if slower or evaluate.shortage(candidate) is not None:
+            continue
+        reached.append(Ranked(candidate, seconds))
+        fastest = seconds if fastest is None or seconds is None else min(fastest, seconds)
+        if first_fit:
+            break
     return ordered(reached)[0] if reached else None
 
 
