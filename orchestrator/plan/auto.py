@@ -64,7 +64,7 @@ def resolve(config: RunConfig, problems_of: Judge) -> Resolved:
     if inventory.open_ended:
         nodes = fewest_nodes(config)
         if nodes is None:
-            return Resolved(config, problems=(_nothing_fits(with_nodes(config, MOST_NODES), None),))
+            return Resolved(config, problems=(no_plan_fits(config, None),))
         chosen = _best(with_nodes(config, nodes))
         return Resolved(chosen.config, (_suffice(nodes), *chosen.notes))
     return _best(config)
@@ -100,14 +100,16 @@ def _best(config: RunConfig) -> Resolved:
     if not found.ranked:
         found = search(config)
     if not found.ranked:
-        return Resolved(config, problems=(_nothing_fits(config, fewest_nodes(config)),))
+        return Resolved(config, problems=(no_plan_fits(config, fewest_nodes(config)),))
     best = found.ranked[0].candidate
     words = " ".join(overrides(config, best))
     return Resolved(asked_for(config, best), (f"parallel=auto: the best of {len(found.ranked)} plans is {words}.",))
 
 
-def _nothing_fits(config: RunConfig, nodes: int | None) -> Problem:
-    """The problem that no plan fits, with the nearest and with how many nodes would do."""
+def no_plan_fits(config: RunConfig, nodes: int | None) -> Problem:
+    """The problem that no plan fits, with the nearest and with the number of nodes that would do, if any does."""
+    if take_inventory(config.cluster).open_ended:
+        config = with_nodes(config, MOST_NODES)
     evaluate = Evaluator(config)
     nearest = min(
         (
@@ -118,11 +120,11 @@ def _nothing_fits(config: RunConfig, nodes: int | None) -> Problem:
         ),
         default=(0.0, "no split is possible"),
     )
-    fix = f"Use cluster.nodes={nodes}" if nodes is not None else "Use GPUs with more memory"
+    fix = "Use GPUs with more memory" if nodes is None else f"Use cluster.nodes={nodes}"
     return Problem(
         "cluster.nodes",
-        f"No plan for this model fits on {take_inventory(config.cluster).describe()}: even the leanest, {nearest[1]}.",
-        f"{fix}, a shorter training.sequence_length, or parallel.offload=all with enough host memory.",
+        f"No plan for this model fits on {take_inventory(config.cluster).describe()}: in the leanest, {nearest[1]}.",
+        f"{fix}, a shorter training.sequence_length, or hosts with more memory for parallel.offload=all.",
     )
 
 
