@@ -107,7 +107,7 @@ def state_memory(
     """Bytes of the model states of one GPU.
 
     `master_gathered`: kept weights are the master weights, compute copies are made from them: two units at a time in
-    stage 3 and with states on the host, all of them from forward to backward otherwise. `reducing_ranks` take part in
+    stage 3, all of them from forward to backward otherwise. `reducing_ranks` take part in
     the reduction of gradients.
     """
     from_1, from_2, from_3 = (elements.shared if zero_stage >= first else elements.whole for first in (1, 2, 3))
@@ -117,7 +117,7 @@ def state_memory(
     unit = max(elements.block, elements.ends)
     pair = state.gathered * (elements.block + unit)
     gathered = gathered_last = 0.0
-    if zero_stage == 3 or (master_gathered and offload):
+    if zero_stage == 3:
         gathered = gathered_last = min(pair, state.gathered * elements.whole)
     elif master_gathered:
         gathered = state.gathered * elements.whole

@@ -148,9 +148,10 @@ def boundary_sends(work: Work, pipeline_rank: int) -> int:
 
 
 def host_transfer(work: Work, profile: SystemProfile, elements: StageElements) -> Transfer:
-    """States in host memory: each micro-batch fetches the rank's share of the weights for forward and for backward and
-    returns its gradients."""
-    state = profile.bytes_of(work.precision)
-    each = elements.shared * (2.0 * (state.master or state.weights) + state.gradients)
-    count = work.parallel.micro_batches
-    return Transfer("reduce_scatter", each * count, 3.0 * count, Group(1, 1))
+    """States in host memory: the rank's share of the weights is fetched and its gradients are returned as often as the
+    ZeRO stage gathers and reduces: stage 3 fetches for each forward and each backward pass."""
+    state, stage, count = profile.bytes_of(work.precision), profile.zero_stage(work), work.parallel.micro_batches
+    fetches = 2 * count if stage == 3 else 1
+    returns = count if stage >= 2 else 1
+    moved = elements.shared * (fetches * (state.master or state.weights) + returns * state.gradients)
+    return Transfer("reduce_scatter", moved, float(fetches + returns), Group(1, 1))
