@@ -45,19 +45,21 @@ class RunLoop:
     def __init__(
         self,
         request: LaunchRequest,
-        ray: Any,
         channel: Channel,
         observe: Observe,
         timings: Timings,
-        warm_sockets: dict[str, str],
+        make_attempt: Callable[[int], RayAttempt],
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        """`make_attempt(number)` makes an attempt on Ray that has not begun; tests pass one without Ray, and a
+        clock."""
         tolerance = request.plan.config.fault_tolerance
         self._request = request
-        self._ray = ray
         self._channel = channel
         self._observe = observe
         self._timings = timings
-        self._warm_sockets = warm_sockets
+        self._make_attempt = make_attempt
+        self._clock = clock
         self._limits = Limits(tolerance.start_timeout_seconds, tolerance.step_timeout_seconds)
         self._tolerance = tolerance
         self._policy = PolicyState(tolerance.max_restarts)
@@ -80,13 +82,13 @@ class RunLoop:
 
     def run(self) -> LaunchOutcome:
         """Until the run has finished, stopped or failed. Raises `PlacementError` when nothing could be started."""
-        self._look_at_the_clock(time.time())
+        self._look_at_the_clock(self._clock())
         while self._status is None:
             happening = self._channel.next(_TICK_SECONDS)
             if happening is not None:
                 self._take(happening)
             if self._status is None:
-                self._look_at_the_clock(time.time())
+                self._look_at_the_clock(self._clock())
         if self._held is not None:
             self._held.end()
         done = self._generation.done if self._generation else {}
@@ -104,7 +106,7 @@ class RunLoop:
 
     def _take(self, happening: Happening) -> None:
         if happening.source == "signal":
-            self._asked_to_stop(happening.body, time.time())
+            self._asked_to_stop(happening.body, self._clock())
         elif happening.source == "attempt":
             number, error = happening.body
             if number == self._ray_attempts and self._held is not None:
@@ -119,11 +121,11 @@ class RunLoop:
         kind = message["kind"]
         if kind == "hello":
             if self._held is not None and self._held.greeted(line, message):
-                self._timings.mark("workers", time.time())
+                self._timings.mark("workers", self._clock())
                 self._start_ranks()
             return
         if kind == "warm":
-            self._timings.mark("warm-up", time.time())
+            self._timings.mark("warm-up", self._clock())
             self._observe({**message, "kind": "warm"})
             return
         generation = self._generation
@@ -134,7 +136,7 @@ class RunLoop:
         elif kind == "exited":
             generation.note_exit(message["rank"], message["code"], message["time"], message["phase"], message["step"])
         elif kind == "beats":
-            generation.note_beats(message["beats"], time.time())
+            generation.note_beats(message["beats"], self._clock())
         elif kind == "cleared" and self._pending and self._held and self._held.cleared(line):
             self._carry_out()
 
@@ -159,7 +161,7 @@ class RunLoop:
         if kind not in ("done", "error", "phase", "ready"):
             self._observe({**event, "rank": rank, "attempt": generation.number})
         if generation.all_done and self._deadline is None:
-            self._deadline = time.time() + _EXIT_SECONDS
+            self._deadline = self._clock() + _EXIT_SECONDS
 
     def _verify(self, generation: Generation) -> None:
         reports = {rank: event["report"] for rank, event in generation.ready.items()}
@@ -198,9 +200,9 @@ class RunLoop:
 
     def _try_to_place(self, now: float) -> None:
         assert self._wait is not None
-        attempt = RayAttempt(self._request, self._channel, self._ray_attempts + 1, self._warm_sockets)
+        attempt = self._make_attempt(self._ray_attempts + 1)
         try:
-            begun = self._wait.attempt(now, self._ray, attempt, self._observe)
+            begun = self._wait.attempt(now, attempt, self._observe)
         except PlacementError as error:
             if not self._attempts:
                 raise
@@ -217,7 +219,7 @@ class RunLoop:
         assert self._held is not None
         self._placed = self._held.assign()
         number = len(self._attempts) + 1
-        self._generation = Generation(number, self._placed, time.time(), self._failed_at)
+        self._generation = Generation(number, self._placed, self._clock(), self._failed_at)
         self._deadline = None
         self._observe({"kind": "placement", "attempt": number, "table": [asdict(entry) for entry in self._placed]})
         self._held.start(number, self._placed)
@@ -233,7 +235,7 @@ class RunLoop:
 
     def _share_failed(self, kind: FailureKind, detail: str) -> None:
         if self._pending is None or isinstance(self._pending, RestartRanks):
-            now = time.time()
+            now = self._clock()
             step = self._generation.failed_step if self._generation else None
             self._failed(kind, detail, step, now, now)
 

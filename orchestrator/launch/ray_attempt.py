@@ -20,10 +20,10 @@ from orchestrator.launch.supervisor import SupervisorOrder
 from orchestrator.launch.trainer import start_attempt
 from orchestrator.placement.assign import RankReport, assign_coordinates
 from orchestrator.placement.shares import choose_shares
-from orchestrator.placement.topology import LocatedShare, PlacedRank, ShareChoice, need_of
+from orchestrator.placement.topology import LocatedShare, Node, PlacedRank, ShareChoice, need_of
 from orchestrator.plan.rank_task import RankTask
 
-_PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "CUDA_LAUNCH_BLOCKING")
+_PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "CUDA_LAUNCH_BLOCKING", "XDG_CACHE_HOME")
 """Variables of the driver that reach every rank, on every node."""
 _END_SECONDS = 30.0
 """Time that Ray Train has to end an attempt whose supervisors have returned."""
@@ -32,8 +32,11 @@ _END_SECONDS = 30.0
 class RayAttempt:
     """Holds the supervisors of one `fit`."""
 
-    def __init__(self, request: LaunchRequest, channel: Channel, number: int, warm_sockets: dict[str, str]) -> None:
+    def __init__(
+        self, request: LaunchRequest, ray: Any, channel: Channel, number: int, warm_sockets: dict[str, str]
+    ) -> None:
         self._request = request
+        self._ray = ray
         self._channel = channel
         self._number = number
         self._warm_sockets = warm_sockets
@@ -42,12 +45,15 @@ class RayAttempt:
         self._facts: dict[int, dict[str, Any]] = {}
         self._cleared: set[int] = set()
 
-    def begin(self, ray: Any) -> None:
+    def nodes(self) -> tuple[Node, ...]:
+        """The cluster's nodes, with what is free on them now."""
+        return read_nodes(self._ray, self._request.plan.config.cluster.device)
+
+    def begin(self) -> None:
         """Choose nodes among what is free now and begin the `fit`. Raises `PlacementError` when they do not hold the
         plan."""
         plan = self._request.plan
-        device = plan.config.cluster.device
-        choice = choose_shares(read_nodes(ray, device), need_of(plan))
+        choice = choose_shares(self.nodes(), need_of(plan))
         order = SupervisorOrder(
             address=self._channel.address,
             key=self._channel.key,
@@ -55,7 +61,7 @@ class RayAttempt:
             engine=self._request.engine,
             preload=self._request.preload,
             logs_directory=str(Path(self._request.run_directory) / "logs"),
-            device=device,
+            device=plan.config.cluster.device,
             slots=choice.share_size,
             warm_sockets=self._warm_sockets,
         )
@@ -144,7 +150,7 @@ class RayAttempt:
     def _task(self, entry: PlacedRank, number: int, local_ranks: int, threads: int, facts: dict[str, Any]) -> RankTask:
         environment = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
         if facts["devices"]:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, facts["devices"]))
+            environment["CUDA_VISIBLE_DEVICES"] = facts["visible"]
         if cluster_address() is None:
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # our own cluster is bound to loopback, ranks as well
         return RankTask(

@@ -13,6 +13,7 @@ from typing import Any
 
 from orchestrator.launch.channel import Channel
 from orchestrator.launch.loop import RunLoop
+from orchestrator.launch.ray_attempt import RayAttempt
 from orchestrator.launch.request import Attempt, LaunchOutcome, LaunchRequest
 from orchestrator.launch.session import cluster_address, own_host, ray_session
 from orchestrator.launch.signals import stop_signals
@@ -38,6 +39,8 @@ def launch(request: LaunchRequest, observe: Callable[[dict[str, Any]], None]) ->
     def tell(name: str) -> None:
         if channel is None:
             signals.append(name)
+            if len(signals) > 1:
+                raise KeyboardInterrupt  # nothing runs yet that could save
         else:
             channel.put("signal", name)
 
@@ -52,7 +55,12 @@ def launch(request: LaunchRequest, observe: Callable[[dict[str, Any]], None]) ->
         for name in signals:
             channel.put("signal", name)
         sockets = {ray.get_runtime_context().get_node_id(): warm.socket_path} if warm else {}
-        return RunLoop(request, ray, channel, observe, timings, sockets).run()
+        lines = channel
+
+        def make_attempt(number: int) -> RayAttempt:
+            return RayAttempt(request, ray, lines, number, sockets)
+
+        return RunLoop(request, lines, observe, timings, make_attempt).run()
 
 
 def _warm(request: LaunchRequest, stack: contextlib.ExitStack) -> WarmProcess | None:

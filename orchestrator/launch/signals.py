@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-_STOPPING = (signal.SIGINT, signal.SIGTERM)
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""SIGHUP: the terminal was closed, or the connection to it was lost."""
 
 
 @contextlib.contextmanager
@@ -22,14 +23,17 @@ def stop_signals(tell: Callable[[str], None]) -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
 
+    before = {number: signal.getsignal(number) for number in _STOPPING}
+    if before[signal.SIGHUP] is signal.SIG_IGN:
+        del before[signal.SIGHUP]  # `nohup`: the run shall outlive its terminal
+
     def handle(number: int, _frame: FrameType | None) -> None:
         tell(signal.Signals(number).name)
 
     def install() -> None:
-        for number in _STOPPING:
+        for number in before:
             signal.signal(number, handle)
 
-    before = {number: signal.getsignal(number) for number in _STOPPING}
     install()
     try:
         yield install

@@ -80,17 +80,32 @@ def _facts(order: SupervisorOrder) -> dict[str, Any]:
 
     context = ray.get_runtime_context()
     share = ray.train.get_context().get_world_rank()
-    accelerators = context.get_accelerator_ids().get("GPU", [])
-    devices = [int(device) for device in accelerators] if order.device == "cuda" else []
+    held = context.get_accelerator_ids().get("GPU", []) if order.device == "cuda" else []
+    numbered = sorted(zip(device_numbers(held), held, strict=True))
     return {
         "share": share,
         "node_id": context.get_node_id(),
         "host": get_node_ip_address(),  # type: ignore[no-untyped-call]
         "name": socket.gethostname(),
-        "devices": devices,
+        "devices": [number for number, _ in numbered],
+        "visible": ",".join(name for _, name in numbered),
         "cores": len(os.sched_getaffinity(0)),
         "pid": os.getpid(),
     }
+
+
+def device_numbers(names: list[str]) -> list[int]:
+    """Device numbers on this node of GPUs as Ray names them: numbers, or UUIDs where `CUDA_VISIBLE_DEVICES` has
+    them."""
+    if all(name.isdigit() for name in names):
+        return [int(name) for name in names]
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        return [int(pynvml.nvmlDeviceGetIndex(pynvml.nvmlDeviceGetHandleByUUID(name))) for name in names]
+    finally:
+        pynvml.nvmlShutdown()
 
 
 @dataclass(slots=True)

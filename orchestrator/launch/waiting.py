@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from orchestrator.errors import PlacementError
-from orchestrator.launch.inventory import read_nodes
 from orchestrator.launch.ray_attempt import RayAttempt
 from orchestrator.placement.shares import fits_when_free
 from orchestrator.placement.topology import need_of
@@ -26,7 +25,7 @@ class PlacementWait:
         self._last_try = 0.0
         self._told = ""
 
-    def attempt(self, now: float, ray: Any, attempt: RayAttempt, observe: Callable[[dict[str, Any]], None]) -> bool:
+    def attempt(self, now: float, attempt: RayAttempt, observe: Callable[[dict[str, Any]], None]) -> bool:
         """Try once; True when the attempt has begun. Raises `PlacementError` when waiting is no use, or is over."""
         if self._since is None:
             self._since = now
@@ -34,11 +33,10 @@ class PlacementWait:
             return False
         self._last_try = now
         try:
-            attempt.begin(ray)
+            attempt.begin()
         except PlacementError as error:
-            nodes = read_nodes(ray, self._plan.config.cluster.device)
             waited = now - self._since
-            if not fits_when_free(nodes, need_of(self._plan)) or waited >= self._limit_seconds:
+            if not fits_when_free(attempt.nodes(), need_of(self._plan)) or waited >= self._limit_seconds:
                 raise
             reason = error.problems[0].message
             if reason != self._told:

@@ -165,16 +165,15 @@ def test_a_plan_that_only_does_not_fit_now_waits_with_a_reason_and_a_limit(two_n
 
         other = Other.remote()
         assert ray.get(other.here.remote())
-        from orchestrator.launch.inventory import read_nodes
         from orchestrator.launch.ray_attempt import RayAttempt
         from orchestrator.launch.request import LaunchRequest
         from orchestrator.launch.waiting import PlacementWait
 
         wait = PlacementWait(plan, 1)
-        attempt = RayAttempt(LaunchRequest(plan, "/nowhere", 0.0), None, 1, {})
-        assert sorted(node.slots_free for node in read_nodes(ray, "cpu")) == [1, 2]
-        assert not wait.attempt(100.0, ray, attempt, reasons.append)
+        attempt = RayAttempt(LaunchRequest(plan, "/nowhere", 0.0), ray, None, 1, {})
+        assert sorted(node.slots_free for node in attempt.nodes()) == [1, 2]
+        assert not wait.attempt(100.0, attempt, reasons.append)
         with pytest.raises(PlacementError, match="Others hold the rest now"):
-            wait.attempt(101.5, ray, attempt, reasons.append)
+            wait.attempt(101.5, attempt, reasons.append)
     assert [reason["kind"] for reason in reasons] == ["waiting"]
     assert "needs 4 CPU slots; 2 nodes hold" in reasons[0]["reason"]

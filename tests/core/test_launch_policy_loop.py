@@ -1,0 +1,288 @@
+"""The driver's loop, narrated: a scripted attempt and a clock that moves when nothing happens. No Ray, no processes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from orchestrator.errors import PlacementError
+from orchestrator.launch.channel import Happening
+from orchestrator.launch.loop import RunLoop
+from orchestrator.launch.request import LaunchOutcome, LaunchRequest
+from orchestrator.launch.timings import Timings
+from orchestrator.placement.assign import RankReport, assign_coordinates
+from orchestrator.placement.shares import choose_shares
+from orchestrator.placement.topology import LocatedShare, Node, need_of
+from tests.launch.plans import cpu_plan
+
+DIED = {"kind": "exited", "code": -9, "phase": "stepping"}
+GLOO = "RuntimeError: Connection closed by peer"
+
+
+class World:
+    """Channel, clock and attempts in one: what the loop does goes into `calls`, what happens comes from the script."""
+
+    def __init__(self, plan, script: dict[int, Callable[[World], None]], nodes=(2,), on_stop=None, clears=True) -> None:
+        self.plan = plan
+        self.script = script
+        self.inventory = [Node(f"n{i}", f"node{i}", free, free) for i, free in enumerate(nodes)]
+        self.on_stop = on_stop
+        self.clears = clears
+        self.now = 1000.0
+        self.queue: deque[Happening] = deque()
+        self.calls: list[str] = []
+        self.events: list[dict[str, Any]] = []
+        self.generation = 0
+
+    # the channel
+    def next(self, timeout_seconds: float) -> Happening | None:
+        if self.queue:
+            return self.queue.popleft()
+        self.now += timeout_seconds
+        assert self.now < 5000, f"the loop waits for ever; so far {self.calls}"
+        return None
+
+    def says(self, **message: Any) -> None:
+        self.queue.append(Happening("supervisor", 0, {"generation": self.generation, **message}))
+
+    def rank(self, rank: int, **event: Any) -> None:
+        self.says(kind="event", rank=rank, event={"time": self.now, **event})
+
+    def all_ready(self) -> None:
+        for rank in range(len(self.plan.ranks)):
+            self.rank(rank, kind="ready")
+
+    def all_done(self, status: str = "finished", step: int = 3) -> None:
+        for rank in range(len(self.plan.ranks)):
+            self.rank(rank, kind="done", status=status, step=step, result={"steps": step})
+            self.says(kind="exited", rank=rank, code=0, time=self.now, phase="finishing", step=step)
+
+    def step(self, number: int) -> None:
+        self.rank(0, kind="step", step=number)
+
+    def dies(self, rank: int, step: int) -> None:
+        self.says(**DIED, rank=rank, step=step, time=self.now)
+
+    def signal(self, name: str = "SIGINT") -> None:
+        self.queue.append(Happening("signal", -1, name))
+
+    # an attempt on Ray
+    def make(self, number: int) -> World:
+        self.number = number
+        return self
+
+    def nodes(self):
+        return self.inventory
+
+    def begin(self) -> None:
+        self.choice = choose_shares(self.inventory, need_of(self.plan))
+        self.calls.append("begin")
+        self.says(kind="hello")
+
+    def greeted(self, line: int, facts: dict) -> bool:
+        return True
+
+    def owns(self, line: int) -> bool:
+        return True
+
+    def assign(self):
+        return assign_coordinates(self.plan.ranks, [LocatedShare(0, "n0", "node0", tuple(range(len(self.plan.ranks))))])
+
+    def start(self, number: int, placed) -> None:
+        self.generation = number
+        self.calls.append(f"start {number}")
+        self.script[number](self)
+
+    def report_of(self, line: int, rank: int, event: dict) -> RankReport:
+        return RankReport(rank, event.get("node_id", "n0"), None)
+
+    def stop(self, generation: int) -> None:
+        self.calls.append("stop")
+        if self.on_stop:
+            self.on_stop(self)
+
+    def kill(self, generation: int, ask_where=()) -> None:
+        self.calls.append("kill" + (f" after asking {list(ask_where)}" if ask_where else ""))
+        if self.clears:
+            self.says(kind="cleared")
+
+    def cleared(self, line: int) -> bool:
+        return True
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+    def run(self) -> LaunchOutcome:
+        request = LaunchRequest(self.plan, "/run", self.now)
+        clock = lambda: self.now  # noqa: E731
+        return RunLoop(request, self, self.events.append, Timings(self.now), self.make, clock).run()  # type: ignore[arg-type]
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["kind"] == kind]
+
+
+def finishes(world: World) -> None:
+    world.all_ready()
+    world.all_done()
+
+
+def test_a_run_without_trouble_begins_starts_and_ends_once():
+    world = World(cpu_plan(), {1: finishes})
+    outcome = world.run()
+    assert (outcome.status, outcome.problems) == ("finished", ())
+    assert world.calls == ["begin", "start 1", "end"]
+    assert [event["kind"] for event in world.events] == ["placement", "ready"]
+    assert outcome.rank_results == {0: {"steps": 3}, 1: {"steps": 3}}
+
+
+def test_a_dead_rank_has_all_ranks_killed_and_started_anew_on_the_same_shares():
+    def dies(world):
+        world.all_ready()
+        world.step(1)
+        world.rank(0, kind="error", **{"class": "crash"}, message=GLOO, phase="stepping", step=2)
+        world.dies(1, step=2)
+
+    world = World(cpu_plan(), {1: dies, 2: finishes})
+    outcome = world.run()
+    assert world.calls == ["begin", "start 1", "kill", "start 2", "end"]
+    assert [attempt.cause for attempt in outcome.attempts] == ["crash", "finished"]
+    assert "rank 1 on node0, stepping, step 2: killed by SIGKILL" in world.of("restart")[0]["message"]
+    assert "rank 0 then lost the connection" in world.of("restart")[0]["message"]
+
+
+def test_the_same_step_failing_twice_ends_the_run_even_when_it_was_never_completed_again():
+    def dies(world):
+        world.dies(1, step=2)
+
+    world = World(cpu_plan(), {1: dies, 2: dies})
+    outcome = world.run()
+    assert outcome.status == "failed"
+    assert "it failed twice in a row at step 2" in outcome.problems[0].message
+    assert world.calls == ["begin", "start 1", "kill", "start 2", "kill", "end"]
+
+
+def test_ranks_that_outlive_their_killing_mean_another_attempt():
+    world = World(cpu_plan(), {1: lambda world: world.dies(1, step=2), 2: finishes}, clears=False)
+    assert world.run().status == "finished"
+    assert world.calls == ["begin", "start 1", "kill", "end", "begin", "start 2", "end"]
+
+
+def test_a_silent_rank_is_asked_where_it_is_before_it_is_killed():
+    def hangs(world):
+        world.all_ready()
+        world.step(1)
+        beats = {0: ("stepping", 2, 0.0, False), 1: ("saving", 1, 0.0, False)}
+        world.says(kind="beats", beats=beats)
+
+    world = World(cpu_plan(step_timeout_seconds=30), {1: hangs, 2: finishes})
+    assert world.run().status == "finished"
+    assert world.calls == ["begin", "start 1", "kill after asking [1]", "start 2", "end"]
+    assert "rank 1 on node0, saving, step 1: no progress for 30" in world.of("restart")[0]["message"]
+
+
+def test_a_lost_supervisor_ends_the_attempt_and_begins_another():
+    def lost(world):
+        world.step(1)
+        world.queue.append(Happening("gone", 0, None))
+
+    world = World(cpu_plan(), {1: lost, 2: finishes})
+    outcome = world.run()
+    assert world.calls == ["begin", "start 1", "kill", "end", "begin", "start 2", "end"]
+    assert [attempt.cause for attempt in outcome.attempts] == ["share_lost", "finished"]
+
+
+def test_ranks_elsewhere_than_placed_are_not_trained_with():
+    def elsewhere(world):
+        world.rank(0, kind="ready")
+        world.rank(1, kind="ready", node_id="n7")
+
+    world = World(cpu_plan(max_restarts=0), {1: elsewhere})
+    outcome = world.run()
+    assert outcome.status == "failed"
+    assert "rank 1 was placed on node0, but runs on node n7" in outcome.problems[0].message
+
+
+def test_one_signal_stops_after_saving():
+    def runs(world):
+        world.all_ready()
+        world.step(1)
+        world.signal()
+
+    world = World(cpu_plan(), {1: runs}, on_stop=lambda world: world.all_done("stopped", 2))
+    outcome = world.run()
+    assert (outcome.status, outcome.problems) == ("stopped", ())
+    assert world.calls == ["begin", "start 1", "stop", "end"]
+
+
+def test_a_second_signal_does_not_wait():
+    def runs(world):
+        world.rank(0, kind="checkpoint", step=7, path="x")
+        world.signal()
+        world.signal("SIGTERM")
+
+    world = World(cpu_plan(), {1: runs})
+    outcome = world.run()
+    assert outcome.status == "stopped"
+    assert world.calls == ["begin", "start 1", "stop", "kill", "end"]
+    assert str(outcome.problems[0]) == (
+        "SIGTERM came a second time: the ranks were ended at once. "
+        "Continued from the checkpoint of step 7; later steps are computed again."
+    )
+
+
+def test_saving_has_its_time_and_no_more():
+    world = World(cpu_plan(grace_seconds=20), {1: lambda world: world.signal()})
+    outcome = world.run()
+    assert outcome.status == "stopped"
+    assert "did not save and stop within 20 s (fault_tolerance.grace_seconds)" in outcome.problems[0].message
+    assert 1020 <= world.now < 1025
+
+
+def test_a_rank_that_fails_while_it_is_being_stopped_fails_the_run():
+    world = World(cpu_plan(), {1: lambda world: world.signal()}, on_stop=lambda world: world.dies(0, step=4))
+    outcome = world.run()
+    assert outcome.status == "failed"
+    assert "it failed while it was being stopped" in outcome.problems[0].message
+
+
+def test_a_plan_that_can_never_fit_is_refused_without_waiting():
+    world = World(cpu_plan(slots=4), {}, nodes=(2,))
+    with pytest.raises(PlacementError, match="needs 4 CPU slots; 1 node holds 2"):
+        world.run()
+    assert world.now < 1001
+
+
+def test_busy_nodes_are_waited_for_with_a_reason_and_taken_when_they_are_free():
+    world = World(cpu_plan(slots=2), {1: finishes})
+    world.inventory = [Node("n0", "node0", 2, 1)]
+    told = world.events.append
+
+    def observe(event):
+        told(event)
+        if event["kind"] == "waiting":
+            world.inventory = [Node("n0", "node0", 2, 2)]
+
+    request = LaunchRequest(world.plan, "/run", world.now)
+    outcome = RunLoop(request, world, observe, Timings(world.now), world.make, lambda: world.now).run()  # type: ignore[arg-type]
+    assert outcome.status == "finished"
+    assert "needs 2 CPU slots; 1 node holds 1" in world.of("waiting")[0]["reason"]
+
+
+def test_supervisors_that_never_come_up_end_the_attempt_at_the_limit():
+    world = World(cpu_plan(start_timeout_seconds=40, max_restarts=0), {})
+    world.greeted = lambda line, facts: False  # type: ignore[method-assign]
+    outcome = world.run()
+    assert outcome.status == "failed"
+    assert "not all node shares were up within 40 s" in outcome.problems[0].message
+
+
+def test_the_end_of_rays_attempt_by_itself_is_a_failure_with_its_last_line():
+    def ends(world):
+        world.queue.append(Happening("attempt", -1, (1, RuntimeError("a\nModuleNotFoundError: No module named 'x'"))))
+
+    world = World(cpu_plan(max_restarts=0), {1: ends})
+    outcome = world.run()
+    assert "Ray Train ended the attempt: RuntimeError: ModuleNotFoundError: No module" in outcome.problems[0].message
