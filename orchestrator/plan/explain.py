@@ -7,6 +7,7 @@ shown as such. `render` is the whole page; `cli/plan.py` prints it, and `--json`
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -151,8 +152,7 @@ def _declared(plan: RunPlan) -> RenderableType:
         degrees += [f"context {parallel.context}"] if parallel.context > 1 else []
         table.add_row("split", f"{' x '.join(degrees)} = {parallel.world_size} ranks; {_sharding(plan)}")
         if parallel.pipeline > 1:
-            layers = ", ".join(str(end - start) for start, end in parallel.stage_layers)
-            table.add_row("stages", f"{parallel.schedule}, layers {layers}")
+            table.add_row("stages", f"{parallel.schedule}, layers {cut_words(parallel.stage_layers)}")
         whole = training.global_batch_size
         table.add_row(
             "batch",
@@ -162,6 +162,13 @@ def _declared(plan: RunPlan) -> RenderableType:
     computing = f"{training.precision}, recompute {training.activation_checkpointing}"
     table.add_row("computing", computing + (", offload to the host" if config.parallel.offload == "all" else ""))
     return table
+
+
+def cut_words(stage_layers: Sequence[tuple[int, int]]) -> str:
+    """Layers of the stages, equal neighbours together: `7 + 14 x 8 + 7 = 126`."""
+    counts = [end - start for start, end in stage_layers]
+    runs = [(len(list(run)), layers) for layers, run in groupby(counts)]
+    return " + ".join(str(n) if times == 1 else f"{times} x {n}" for times, n in runs) + f" = {sum(counts)}"
 
 
 def _sharding(plan: RunPlan) -> str:
