@@ -13,9 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
@@ -28,9 +26,6 @@ from orchestrator.errors import ConfigError, Problem
 
 DEFAULT_EXPERIMENT = "quickstart"
 """What is composed when no experiment is named."""
-
-_COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError)
-"""What a user's files can make Hydra raise."""
 
 _RESOLUTION_ERRORS = (OmegaConfBaseException, RecursionError, ValueError, TypeError)
 """What an interpolation can make OmegaConf and the resolvers raise."""
@@ -121,7 +116,7 @@ def _compose(request: Request, directory: Path | None) -> _Composition:
     choices = {"experiment": DEFAULT_EXPERIMENT} | request.choices
     try:
         composed, taken = _compose_groups(choices, directory)
-    except _COMPOSITION_ERRORS as error:
+    except Exception as error:  # Hydra meets a user's files here and raises what it likes, RecursionError included
         made.problems += files.broken_files(directory, choices) or files.broken_files(directory)
         if not made.problems:
             made.problems.append(_composition_problem(error))
@@ -149,7 +144,7 @@ def _compose(request: Request, directory: Path | None) -> _Composition:
 
 
 def _compose_groups(choices: Mapping[str, str], directory: Path | None) -> tuple[DictConfig, Mapping[str, str]]:
-    """(what the files say, option taken of each group). Raises one of `_COMPOSITION_ERRORS`."""
+    """(what the files say, option taken of each group). Raises whatever Hydra raises."""
     words = tuple(
         f"{'+' if group == 'experiment' else ''}{group}={_quoted(option)}" for group, option in choices.items()
     )
