@@ -6,12 +6,11 @@ from the metrics, whose rewound lines are kept for this. The sum of `last_step -
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from orchestrator.tracking.metrics_log import REWOUND_NAME, read_records
+from orchestrator.tracking.metrics_log import REWOUND_NAME, MetricsLog, read_records
 
 ATTEMPTS_NAME = "attempts.jsonl"
 
@@ -31,14 +30,17 @@ def executed_steps(attempts: Iterable[Mapping[str, Any]]) -> int:
 
 
 def read_attempts(folder: Path) -> list[dict[str, Any]]:
-    """Attempts handed over so far, in order."""
-    return read_records(folder / ATTEMPTS_NAME)
+    """Attempts handed over so far, in order and numbered over all commands."""
+    attempts = read_records(folder / ATTEMPTS_NAME)
+    return [{**attempt, "number": number} for number, attempt in enumerate(attempts, start=1)]
 
 
 def append_attempts(folder: Path, attempts: Iterable[Mapping[str, Any]]) -> None:
     """Add the attempts of a command, in order; each line is whole or not there."""
-    with (folder / ATTEMPTS_NAME).open("ab") as stream:
-        stream.write(b"".join(json.dumps(dict(attempt)).encode() + b"\n" for attempt in attempts))
+    log = MetricsLog(folder / ATTEMPTS_NAME)
+    for attempt in attempts:
+        log.append(attempt)
+    log.close()
 
 
 def attempts_from_metrics(folder: Path, *, since: float, world_size: int, cause: str) -> list[dict[str, Any]]:

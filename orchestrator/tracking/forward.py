@@ -27,6 +27,8 @@ from orchestrator.tracking.ledger import open_ledger, read_ledger, write_ledger
 LOG_NAME = "tracking.log"
 _FINISH = b"finish"
 LOWEST_PRIORITY = 19
+FINISH_SECONDS = 120.0
+"""A quiet core needs 5 s (importing MLflow 2, a new database 2); the rest is for busy machines and slow servers."""
 _KILL_MARGIN_SECONDS = 5.0
 _PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 
@@ -57,7 +59,7 @@ class Forwarder:
         """Process id."""
         return self._process.pid
 
-    def finish(self, timeout: float = 60.0) -> TrackingResult:
+    def finish(self, timeout: float = FINISH_SECONDS) -> TrackingResult:
         """Let it send what is left, `summary.json` included, for at most `timeout` seconds. Never raises for MLflow."""
         deadline = time.monotonic() + timeout
         if self._process.stdin is not None:

@@ -7,12 +7,16 @@ will be run again to `metrics.rewound.jsonl`: what was executed stays countable.
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+_LOG = logging.getLogger(__name__)
 
 REWOUND_NAME = "metrics.rewound.jsonl"
 
@@ -71,6 +75,8 @@ class MetricsLog:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._descriptor = self._open()
+        self._waiting: list[bytes] = []
+        """Lines that a full disk has refused; they go first when there is room again."""
 
     def _open(self) -> int:
         descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -80,17 +86,23 @@ class MetricsLog:
         return descriptor
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record (it has `step`). On return the line is with the operating system, in one piece.
+        """Write one record. On return the line is with the operating system, in one piece.
 
-        Raises:
-            OSError: the disk is full or the file is gone; no partial line is left behind.
+        A disk that is full does not end training: the line waits, with a warning, and is written with a later one.
         """
-        data = _line(record)
+        self._waiting.append(_line(record))
+        data = b"".join(self._waiting)
         before = os.fstat(self._descriptor).st_size
-        written = os.write(self._descriptor, data)
-        if written != len(data):
-            os.ftruncate(self._descriptor, before)
-            raise OSError(f"only {written} of {len(data)} bytes could be written to {self.path}; is the disk full?")
+        try:
+            written = os.write(self._descriptor, data)
+            if written != len(data):
+                os.ftruncate(self._descriptor, before)
+                raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes were taken")
+        except OSError as error:
+            if len(self._waiting) == 1:
+                _LOG.warning("%s cannot be written (%s); its lines wait in memory.", self.path, error)
+            return
+        self._waiting.clear()
 
     def rewind(self, step: int) -> int:
         """Drop every record after `step`, atomically: they move to `metrics.rewound.jsonl`. Returns how many.

@@ -32,7 +32,7 @@ from orchestrator.tracking.identity import (
     starts_elsewhere,
 )
 from orchestrator.tracking.lock import LOCK_NAME, RunLock, problem_of_lock
-from orchestrator.tracking.metrics_log import read_records
+from orchestrator.tracking.metrics_log import MetricsLog, read_records
 
 HISTORY_NAME = "history.jsonl"
 _NAME_CHARACTERS = 200
@@ -185,19 +185,26 @@ def _take(config: RunConfig, plan: RunPlan, choice: _Choice, lock: RunLock) -> R
 
 
 def _append_history(folder: Path, event: dict[str, Any]) -> None:
-    with (folder / HISTORY_NAME).open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps({**event, "time": time.time()}) + "\n")
+    log = MetricsLog(folder / HISTORY_NAME)
+    log.append({**event, "time": time.time()})
+    log.close()
 
 
 def _recover_attempts(folder: Path) -> None:
     """A command that was killed handed no attempts over: read them from what it recorded."""
-    history = read_records(folder / HISTORY_NAME)
-    if not history or history[-1]["event"] == "end":
-        return
-    last = history[-1]
-    found = attempts_file.attempts_from_metrics(
-        folder, since=last["time"], world_size=last["world_size"], cause="command killed"
-    )
+    try:
+        history = read_records(folder / HISTORY_NAME)
+        if not history or history[-1]["event"] == "end":
+            return
+        last = history[-1]
+        found = attempts_file.attempts_from_metrics(
+            folder, since=last["time"], world_size=last["world_size"], cause="command killed"
+        )
+    except (ValueError, KeyError) as error:
+        problem = f"The record of the unfinished run in {folder} is damaged: {error}."
+        raise ConfigError(
+            Problem("run.name", problem, "Mend the file, or begin a new run with checkpoint.resume=never.")
+        ) from error
     attempts_file.append_attempts(folder, found)
 
 

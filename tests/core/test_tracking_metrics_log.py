@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -48,6 +52,34 @@ def test_a_file_that_is_nothing_but_a_torn_line_becomes_empty(tmp_path: Path) ->
     path.write_bytes(b"x" * 200_000)
     MetricsLog(path)
     assert path.read_bytes() == b""
+
+
+def test_a_full_disk_keeps_lines_waiting_and_writes_them_when_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append(step_record(1))
+    with files_of_at_most(log.path.stat().st_size + 10):
+        log.append(step_record(2))
+        log.append(step_record(3))
+        assert steps(log.path) == [1]
+        assert log.path.read_bytes().endswith(b"\n"), "no torn line is left"
+    log.append(step_record(4))
+    assert steps(log.path) == [1, 2, 3, 4]
+    assert caplog.text.count("cannot be written") == 1
+
+
+@contextmanager
+def files_of_at_most(size_bytes: int) -> Iterator[None]:
+    """No file of this process can grow beyond a size, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_rewind_drops_the_steps_after_and_keeps_them_elsewhere(tmp_path: Path) -> None:

@@ -297,3 +297,34 @@ def test_a_command_that_was_killed_has_its_attempts_read_from_the_metrics(tmp_pa
         ("command killed", 3, 4, 2),
     ]
     assert executed_steps(attempts) == 5
+
+
+def test_attempts_are_numbered_over_all_commands(tmp_path: Path) -> None:
+    run = opened(tmp_path)
+    run.record_attempts([Reported(1, 10), Reported(6, 12)])
+    ended(run, "stopped")
+    run = opened(tmp_path)
+    run.record_attempts([Reported(13, 20)])
+    assert [(a["number"], a["first_step"], a["last_step"]) for a in run.attempts()] == [
+        (1, 1, 10),
+        (2, 6, 12),
+        (3, 13, 20),
+    ]
+
+
+class Reported:
+    """An attempt as the launcher reports it."""
+
+    def __init__(self, first_step: int, last_step: int) -> None:
+        self.values = {"number": 1, "cause": "crash", "first_step": first_step, "last_step": last_step}
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.values
+
+
+def test_a_damaged_record_is_named_not_continued(tmp_path: Path) -> None:
+    run = opened(tmp_path, run__name="a")
+    run.close()
+    run.metrics.write_text("not json\n")
+    with pytest.raises(ConfigError, match="line 1 is not a JSON object"):
+        opened(tmp_path, run__name="a")
