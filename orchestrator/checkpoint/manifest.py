@@ -13,6 +13,7 @@ import platform
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -109,8 +110,12 @@ def manifest_from_dict(values: Mapping[str, Any]) -> Manifest:
         raise ValueError(f"not a checkpoint manifest: {error}") from None
 
 
+@cache
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that a checkpoint depends on; those not installed are left out."""
+    """Versions of Python and of the packages that a checkpoint depends on; those not installed are left out.
+
+    Read once: it looks into files, and a step waits for it.
+    """
     found = {"python": platform.python_version()}
     for package in ("orchestrator", *_PACKAGES):
         try:
@@ -142,7 +147,7 @@ def describe(
         parallel=facts["parallel"] or {},
         mesh=tuple(facts["ranks"]),
         config=facts["config"],
-        versions=package_versions(),
+        versions=dict(package_versions()),
     )
 
 
