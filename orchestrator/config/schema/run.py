@@ -26,7 +26,7 @@ class DataConfig(Section):
     source: Literal["python_stdlib", "text", "synthetic"] = "python_stdlib"
     """`python_stdlib`: the source of Python's standard library; `text`: files at `path`; `synthetic`: random tokens."""
     path: str | None = None
-    """`text`: a file, a folder (every file below it) or a glob, UTF-8 text."""
+    """`text`: a file, a folder (every file below it but hidden ones) or a glob, UTF-8 text."""
     tokenizer: str = "bytes"
     """`bytes` (UTF-8 bytes and an end-of-text token, 257 ids) or the path of a `tokenizer.json`."""
     validation_fraction: Fraction = 0.05
