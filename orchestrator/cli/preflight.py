@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.cli.invocation import Invocation
+from orchestrator.config.paths import with_absolute_paths
 from orchestrator.errors import ConfigError, Problem
 from orchestrator.plan.engine_rules import engine_problems
 from orchestrator.plan.make import make_plan
@@ -49,7 +50,7 @@ def plan_to_run(invocation: Invocation, overrides: Sequence[str] | None = None) 
     config = examined.config or examined.remainder()
     if config is None:
         raise RefusedError(problems)
-    plan = make_plan(config)
+    plan = make_plan(with_absolute_paths(config, Path.cwd()))
     later = _new(problems_before_start(plan, invocation.words("plan", words)), problems)
     if not problems and not later:
         return plan
@@ -61,6 +62,7 @@ def problems_before_start(plan: RunPlan, plan_command: str) -> tuple[Problem, ..
 
     `plan_command` is what to type to see the plan without its hardware.
     """
+    from orchestrator.checkpoint.start import check_start
     from orchestrator.data.check import check_data
     from orchestrator.launch.hardware import check_hardware
     from orchestrator.tracking.destination import check_tracking
@@ -75,6 +77,7 @@ def problems_before_start(plan: RunPlan, plan_command: str) -> tuple[Problem, ..
         found += engine_problems(plan)
     found += check_data(config)
     found += check_run_directory(config)
+    found += check_start(config)
     found += check_tracking(config, os.environ, Path.cwd())
     return tuple(_new(found, ()))
 

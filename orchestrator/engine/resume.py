@@ -39,9 +39,10 @@ def resume(task: RankTask, link: RankLink, parts: Parts, data_fingerprint: str, 
     """Load what the run goes on from into `parts` and rewind the record (collective).
 
     The run's own newest complete checkpoint comes first; a path in `checkpoint.resume` only says where a run begins
-    that has none yet. `checkpoint.resume=never` counts for the first attempt only: a restart always goes on.
+    that has none yet, `checkpoint.init_from` only where its weights do. `checkpoint.resume=never` counts for the first
+    attempt only: a restart always goes on.
 
-    Raises RunError if the checkpoint was trained on other data or `checkpoint.resume` names none.
+    Raises RunError if the checkpoint was trained on other data or the path that was asked for is none.
     """
     asked = task.plan.config.checkpoint.resume
     found: Checkpoint | None = None
@@ -50,10 +51,14 @@ def resume(task: RankTask, link: RankLink, parts: Parts, data_fingerprint: str, 
         if passed_over and task.rank == 0:
             link.report({"kind": "warning", "rank": 0, "message": "\n".join(passed_over)})
     if found is None and asked not in ("auto", "never"):
-        found = _open(asked)
+        found = _open(asked, "checkpoint.resume")
         load(found, state_of(parts))
     if found is not None and (problems := problems_of_resuming(found.manifest, data_fingerprint=data_fingerprint)):
         raise RunError(problems)
+    start = task.plan.config.checkpoint.init_from
+    if found is None and start is not None:
+        # Its weights only: the optimizer, the step and the position in the data begin anew.
+        load(_open(start, "checkpoint.init_from"), {"model": state_of(parts)["model"]}, optional=("optimizer.",))
     resumed = Resumed() if found is None else Resumed(found.step, found.manifest.tokens, found)
     if log is None:
         return resumed
@@ -62,13 +67,11 @@ def resume(task: RankTask, link: RankLink, parts: Parts, data_fingerprint: str, 
     return _with_record(resumed, log)
 
 
-def _open(path: str) -> Checkpoint:
+def _open(path: str, key: str) -> Checkpoint:
     try:
-        return Ranks.of().on_first(f"open checkpoint.resume={path}", lambda: open_checkpoint(path))
+        return Ranks.of().on_first(f"open {key}={path}", lambda: open_checkpoint(path))
     except RuntimeError as error:
-        raise RunError(
-            Problem("checkpoint.resume", str(error), "Give the path of a complete checkpoint, `auto` or `never`.")
-        ) from error
+        raise RunError(Problem(key, str(error), "Give the path of a complete checkpoint.")) from error
 
 
 def _with_record(resumed: Resumed, log: MetricsLog) -> Resumed:

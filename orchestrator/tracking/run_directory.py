@@ -121,7 +121,7 @@ def check_run_directory(config: RunConfig) -> tuple[Problem, ...]:
             if config.checkpoint.directory is not None
             else ()
         ),
-        *_problems_of_start(config),
+        *_problems_of_name_asked(config),
     ]
     if not any(problem.key.startswith("run.") for problem in problems):
         choice = _choose(config)
@@ -297,7 +297,7 @@ def _problems_of_folder(key: str, asked: str) -> list[Problem]:
     return [Problem(key, f"{key}={asked} cannot be used: {why}.", "Give a folder that can be written.")]
 
 
-def _problems_of_start(config: RunConfig) -> list[Problem]:
+def _problems_of_name_asked(config: RunConfig) -> list[Problem]:
     problems = []
     name = config.run.name
     if name is not None and (
@@ -308,16 +308,6 @@ def _problems_of_start(config: RunConfig) -> list[Problem]:
                 "run.name",
                 f"run.name={name!r} cannot name a folder.",
                 f"Use 1 to {_NAME_CHARACTERS} characters, no slash, not starting with a dot.",
-            )
-        )
-    resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and not (Path(resume).expanduser() / "manifest.json").is_file():
-        problems.append(
-            Problem(
-                "checkpoint.resume",
-                f"checkpoint.resume={resume} is not `auto`, `never` or the path of a complete checkpoint (a folder "
-                "with a manifest.json).",
-                "Give such a folder, for example RUN/checkpoints/step-00000200.",
             )
         )
     return problems

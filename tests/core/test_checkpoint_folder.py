@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,17 +33,18 @@ from orchestrator.checkpoint.manifest import (
     step_name,
     step_of,
 )
+from orchestrator.checkpoint.start import check_start
 from tests.core.run_cases import manifest_of, run_config, run_plan
 
 
-def checkpoint(directory: Path, step: int, name: str | None = None) -> Path:
+def checkpoint(directory: Path, step: int, name: str | None = None, **facts: Any) -> Path:
     """A complete checkpoint of two files, as a save leaves it."""
     folder = directory / (name or step_name(step))
     folder.mkdir(parents=True)
     (folder / ".metadata").write_bytes(b"metadata")
     (folder / "__0_0.distcp").write_bytes(b"shard" * step)
     files = tuple(record_file(folder, path) for path in (".metadata", "__0_0.distcp"))
-    (folder / MANIFEST_NAME).write_text(replace(manifest_of(step), files=files).to_json())
+    (folder / MANIFEST_NAME).write_text(replace(manifest_of(step, **facts), files=files).to_json())
     return folder
 
 
@@ -206,6 +208,40 @@ def test_a_damaged_checkpoint_of_the_same_step_makes_way(tmp_path: Path) -> None
     assert found is not None
     assert found.step == 5
     assert [name for name in names(tmp_path) if name.startswith(BROKEN)]
+
+
+# Starting from one
+
+
+def test_a_start_from_a_complete_checkpoint_of_this_model_is_fine(tmp_path: Path) -> None:
+    config = run_config("runs")
+    folder = checkpoint(tmp_path, 3, config=config.to_dict())
+    for key in ("checkpoint.resume", "checkpoint.init_from"):
+        assert check_start(run_config("runs", {key: str(folder)})) == ()
+
+
+@pytest.mark.parametrize("key", ["checkpoint.resume", "checkpoint.init_from"])
+def test_a_start_from_what_is_no_checkpoint_is_refused(tmp_path: Path, key: str) -> None:
+    (problem,) = check_start(run_config("runs", {key: str(tmp_path / "gone")}))
+    assert problem.key == key
+    assert "manifest.json is missing" in problem.message
+    cut(checkpoint(tmp_path, 3))
+    (problem,) = check_start(run_config("runs", {key: str(tmp_path / "step-00000003")}))
+    assert "__0_0.distcp has 2 bytes" in problem.message
+
+
+def test_a_start_from_another_model_names_each_size(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, 3, config=run_config("runs").to_dict())
+    asked = {"checkpoint.init_from": str(folder), "model.hidden_size": 16, "model.vocab_size": 300}
+    problems = check_start(run_config("runs", asked))
+    assert [problem.key for problem in problems] == ["model.hidden_size", "model.vocab_size"]
+    assert "hidden_size=8" in problems[0].message
+
+
+def test_a_hugging_face_folder_is_refused_as_such(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (problem,) = check_start(run_config("runs", {"checkpoint.init_from": str(tmp_path)}))
+    assert "Hugging Face" in problem.message
 
 
 # Left-overs and retention
