@@ -7,11 +7,14 @@ the end of Ray's attempt are put into the same queue, which a signal handler may
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import secrets
+import socket
 import threading
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Listener
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any, Literal
 
 
@@ -32,12 +35,13 @@ class Channel:
 
     def __init__(self, host: str) -> None:
         self.key = secrets.token_bytes(32)
-        self._listener = Listener((host, 0), backlog=1024, authkey=self.key)
+        self._listener = Listener((host, 0), backlog=1024)
         self.address: tuple[str, int] = (host, self._listener.address[1])
         self._queue: queue.SimpleQueue[Happening] = queue.SimpleQueue()
         self._lines: dict[int, Connection] = {}
         self._closed = False
-        threading.Thread(target=self._accept, name="channel-accept", daemon=True).start()
+        self._acceptor = threading.Thread(target=self._accept, name="channel-accept", daemon=True)
+        self._acceptor.start()
 
     def put(self, source: Literal["signal", "attempt"], body: Any) -> None:
         """Add something that did not come from a supervisor."""
@@ -59,31 +63,41 @@ class Channel:
         """End all lines; supervisors that still live end their ranks."""
         self._closed = True
         with contextlib.suppress(OSError):
-            self._listener.close()
+            socket.create_connection(self.address).close()  # wakes `_accept`, which then sees that it is over
+        self._acceptor.join()
+        self._listener.close()
         for connection in list(self._lines.values()):
-            with contextlib.suppress(OSError):
-                connection.close()
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as line:
+                # Closing alone does not end a line that another thread is reading; its reader closes it.
+                line.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
         number = 0
         while not self._closed:
             try:
                 connection = self._listener.accept()
-            except Exception:
-                # A stranger without the key, or a supervisor that died while it greeted; neither concerns the others.
-                if self._closed:
-                    return
-                continue
-            self._lines[number] = connection
+            except OSError:
+                continue  # the caller was gone before it was let in, or `close` ends the loop
+            if self._closed:
+                connection.close()
+                return
             name = f"channel-{number}"
             threading.Thread(target=self._read, args=(number, connection), name=name, daemon=True).start()
             number += 1
 
     def _read(self, number: int, connection: Connection) -> None:
+        # The keys are compared here and not in `accept`, so that a stranger who says nothing keeps nobody waiting.
+        try:
+            deliver_challenge(connection, self.key)
+            answer_challenge(connection, self.key)
+        except (OSError, EOFError, AuthenticationError):
+            connection.close()
+            return
+        self._lines[number] = connection
         try:
             while True:
                 self._queue.put(Happening("supervisor", number, connection.recv()))
-        except (OSError, EOFError, TypeError):
-            # TypeError: closed by `close` while it was being read
+        except (OSError, EOFError):
             self._lines.pop(number, None)
+            connection.close()
             self._queue.put(Happening("gone", number, None))

@@ -20,4 +20,5 @@ def mistake(task: RankTask, link: RankLink) -> None:
 
 
 def forever(task: RankTask, link: RankLink) -> None:
+    print("waits for ever")
     threading.Event().wait()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -60,13 +61,18 @@ def events(connection: Connection) -> list[dict]:
     raise AssertionError(f"the rank did not end; so far {found}")
 
 
-def gone(pid: int) -> bool:
+def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_SECONDS
-    while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.01)
-    return False
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_a_rank_runs_the_engine_by_name_and_says_how_it_went(keeper, tmp_path):
@@ -94,18 +100,26 @@ def test_an_engine_that_cannot_be_imported_is_reported_too(keeper, tmp_path):
     assert (event["class"], event["message"]) == ("user", "ModuleNotFoundError: No module named 'no_such_module'")
 
 
+def test_a_rank_that_hangs_writes_where_it_is_into_its_log_when_asked(keeper, tmp_path):
+    fork(keeper, tmp_path, "tests.launch.engines:forever")
+    log = tmp_path / "logs" / "rank-000.log"
+    wait_for(lambda: "waits for ever" in log.read_text())
+    keeper.signal([0], signal.SIGUSR1)
+    wait_for(lambda: "in forever" in log.read_text())
+
+
 def test_ranks_end_with_their_supervisor(warm, tmp_path):
     keeper = KeeperLink(warm.socket_path, timeout_seconds=WAIT_SECONDS, process=warm)
     keeper.receive()
     _, pid = fork(keeper, tmp_path, "tests.launch.engines:forever")
     keeper.close()
-    assert gone(pid)
+    wait_for(lambda: gone(pid))
 
 
 def test_ranks_end_with_their_keeper(keeper, tmp_path):
     _, pid = fork(keeper, tmp_path, "tests.launch.engines:forever")
     os.kill(psutil.Process(pid).ppid(), 9)
-    assert gone(pid)
+    wait_for(lambda: gone(pid))
 
 
 def test_a_warm_process_that_cannot_start_says_why(tmp_path, monkeypatch):
