@@ -134,6 +134,14 @@ def test_names_declared_optional_may_be_missing_on_either_side(tmp_path: Path) -
     assert state["position"]["step"] == 1
 
 
+def test_weights_alone_can_be_taken(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(saved(tmp_path, 7))
+    state = plain_state()
+    load(checkpoint, {"model": state["model"]}, optional=("optimizer.", "position."))
+    assert torch.equal(state["model"]["a.weight"], torch.full((5, 4), 7.0))
+    assert torch.equal(state["optimizer"]["a.weight.exp_avg"], torch.zeros(5, 4))
+
+
 def test_a_plain_value_is_not_loaded_into_a_tensor(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(saved(tmp_path, 1))
     state = plain_state()
