@@ -6,7 +6,7 @@ Refuses nothing: a plan that does not fit is a finding of `fit.py`, not an error
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.plan.activations import BlockActivations, block_activations, logits_bytes
@@ -25,17 +25,51 @@ def rank_memories(config: RunConfig, parallel: ParallelFacts, profile: SystemPro
     return memories_of(work_of(config, parallel), profile)
 
 
+@dataclass(frozen=True, slots=True)
+class _Common:
+    """What all ranks of a plan share."""
+
+    block: BlockActivations
+    logits: float
+    boundary: float
+    """A stage's output, where it is kept until the backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What follows from the stages that a rank holds, computed once for all ranks that hold alike ones."""
+
+    states: StateMemory
+    layers: tuple[int, ...]
+    weights: tuple[float, ...]
+    """Layers, a stage without any counting as half of one: it still keeps its input."""
+    head: bool
+
+
 def memories_of(work: Work, profile: SystemProfile) -> tuple[RankMemory, ...]:
     """Memory of every pipeline rank of a plan."""
-    block = block_activations(work, profile)
-    # Most ranks of a pipeline hold alike stages: their states are computed once.
-    states: dict[Stages, StateMemory] = {}
+    common = _common(work, profile, block_activations(work, profile))
+    held: dict[Stages, _Held] = {}
     memories = []
     for rank, stages in enumerate(held_stages(work.parallel)):
-        if stages not in states:
-            states[stages] = rank_states(work, profile, stages)
-        memories.append(_rank_memory(work, profile, block, states[stages], stages, rank))
+        found = held.get(stages)
+        if found is None:
+            found = held[stages] = _hold(stages, rank_states(work, profile, stages))
+        memories.append(_rank_memory(work, profile, common, found, rank))
     return tuple(memories)
+
+
+def _common(work: Work, profile: SystemProfile, block: BlockActivations) -> _Common:
+    boundary = 0.0
+    if work.parallel.pipeline > 1 and profile.keeps_stage_outputs:
+        boundary = stream_bytes(work) / (work.parallel.tensor if work.sequence_parallel else 1)
+    return _Common(block, logits_bytes(work, profile), boundary)
+
+
+def _hold(stages: Stages, states: StateMemory) -> _Held:
+    layers = tuple(stage[0] for stage in stages)
+    weights = tuple(max(float(count), 0.5) for count in layers)
+    return _Held(states, layers, weights, any(stage[2] for stage in stages))
 
 
 def rank_states(work: Work, profile: SystemProfile, stages: Stages) -> StateMemory:
@@ -57,12 +91,10 @@ def rank_states(work: Work, profile: SystemProfile, stages: Stages) -> StateMemo
     )
 
 
-def _rank_memory(
-    work: Work, profile: SystemProfile, block: BlockActivations, states: StateMemory, stages: Stages, rank: int
-) -> RankMemory:
-    facts = work.parallel
-    peak = max(_instants(work, profile, block, states, stages, rank), key=sum)
-    gradients, gathered, activations, logits, buffers = (round(size) for size in peak)
+def _rank_memory(work: Work, profile: SystemProfile, common: _Common, held: _Held, rank: int) -> RankMemory:
+    facts, states = work.parallel, held.states
+    peak = max(_instants(work, common, held, rank), key=_total)
+    gradients, gathered, activations, logits, buffers = map(round, peak)
     used = states.parameters + states.optimizer + gradients + gathered + activations + logits + buffers
     reserve = round(profile.reserve_bytes(work, used))
     return RankMemory(
@@ -82,43 +114,43 @@ def _rank_memory(
     )
 
 
-def kept_activations(
-    work: Work, profile: SystemProfile, block: BlockActivations, stages: Stages, rank: int
-) -> tuple[int, float]:
+def kept_activations(work: Work, profile: SystemProfile, block: BlockActivations, stages: Stages, rank: int) -> float:
+    """Bytes that the micro-batches in flight keep on a pipeline rank, when it keeps most."""
+    return _kept(work, _common(work, profile, block), _hold(stages, rank_states(work, profile, stages)), rank)[1]
+
+
+def _kept(work: Work, common: _Common, held: _Held, rank: int) -> tuple[int, float]:
     """(micro-batches in flight, bytes that they keep) on a pipeline rank, when it keeps most."""
     facts = work.parallel
-    kept = peak_kept(
-        facts.schedule,
-        facts.pipeline,
-        facts.virtual_stages,
-        facts.micro_batches,
-        rank,
-        # A stage without blocks still keeps its input, which must count when the peak is looked for.
-        tuple(max(float(count), 0.5) for count, _, _ in stages),
-    )
-    in_flight = [stage.whole + stage.weights_only for stage in kept]
-    activations = sum(count * stage[0] for count, stage in zip(in_flight, stages, strict=True)) * block.kept
-    if facts.pipeline > 1 and profile.keeps_stage_outputs:
-        activations += sum(in_flight) * stream_bytes(work) / (facts.tensor if work.sequence_parallel else 1)
-    return max(in_flight), activations
+    kept = peak_kept(facts.schedule, facts.pipeline, facts.virtual_stages, facts.micro_batches, rank, held.weights)
+    most, blocks, stages = 0, 0, 0
+    for stage, layers in zip(kept, held.layers, strict=True):
+        count = stage.whole + stage.weights_only
+        blocks += count * layers
+        stages += count
+        most = max(most, count)
+    return most, blocks * common.block.kept + stages * common.boundary
 
 
 Instant = tuple[float, float, float, float, float]
 """Bytes of gradients, gathered copies, activations, logits and buffers at one moment of a step."""
 
 
-def _instants(
-    work: Work, profile: SystemProfile, block: BlockActivations, states: StateMemory, stages: Stages, rank: int
-) -> tuple[Instant, ...]:
+def _total(instant: Instant) -> float:
+    gradients, gathered, activations, logits, buffers = instant
+    return gradients + gathered + activations + logits + buffers
+
+
+def _instants(work: Work, common: _Common, held: _Held, rank: int) -> tuple[Instant, ...]:
     """The moments that can be the peak: the loss, start and end of the first block's backward after it, and those of
     the last block's backward in the last micro-batch, when all gradients exist."""
-    in_flight, kept = kept_activations(work, profile, block, stages, rank)
-    logits = logits_bytes(work, profile) if any(stage[2] for stage in stages) else 0.0
+    in_flight, kept = _kept(work, common, held, rank)
+    states, block = held.states, common.block
     # Gradients of earlier micro-batches are there at the peak unless it comes before the first backward.
     started = work.parallel.micro_batches > in_flight and not work.offload
     gradients = float(states.gradients) if started else 0.0
     return (
-        (gradients, states.gathered, kept, logits, 0.0),
+        (gradients, states.gathered, kept, common.logits if held.head else 0.0, 0.0),
         *_in_block(gradients, states.gathered, kept, block, states),
         *_in_block(states.gradients, states.gathered_last, block.kept, block, states),
     )

@@ -63,9 +63,9 @@ class StepSeconds:
         return self.bubble / (busy + self.bubble)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """What one pipeline rank holds and computes."""
+    """What one pipeline rank holds and computes; ranks that hold alike stages share one."""
 
     layers: int
     embedding: bool
@@ -121,9 +121,10 @@ def step_seconds(work: Work, profile: SystemProfile, device: Device, fitted: Fit
     facts, count = work.parallel, work.parallel.micro_batches
     block, head = block_seconds(work, profile, device, fitted), head_seconds(work, device, fitted)
     ranks = loads(work)
-    turns = [load.seconds(block, head) for load in ranks]
-    busiest = max(range(len(ranks)), key=lambda rank: turns[rank].total)
-    load, turn = ranks[busiest], turns[busiest]
+    # Alike ranks share one load, which is computed once.
+    turns = {load: load.seconds(block, head) for load in dict.fromkeys(ranks)}
+    load, turn = max(turns.items(), key=lambda item: item[1].total)
+    mean = sum(turns[load].total for load in ranks) / len(ranks)
 
     ends = int(load.embedding) + int(load.head)
     tensor = _collectives(tensor_transfers(work, load.layers, ends), device, fitted)
@@ -135,7 +136,6 @@ def step_seconds(work: Work, profile: SystemProfile, device: Device, fitted: Fit
         return None
     tensor_exposed = tensor * (1.0 - fitted.tensor_hidden) if profile.overlaps_tensor else tensor
     context_exposed = context * fitted.context_exposed if profile.overlaps_context else context
-    mean = sum(seconds.total for seconds in turns) / len(turns)
     ratio = round(2 * (turn.backward + turn.recomputed) / turn.forward) / 2 if turn.forward else 2.0
     idle = bubble_turns(facts.schedule, facts.pipeline, facts.virtual_stages, count, ratio)
     pipeline = boundary * fitted.pipeline_exposed

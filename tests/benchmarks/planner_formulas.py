@@ -212,7 +212,7 @@ def _activation(row: Row, dimensions: dict[str, dict[str, str]]) -> Check:
     work = _interleaved(work)
     return _near(
         row,
-        kept_activations(work, profile, block_activations(work, profile), held_stages(work.parallel)[0], 0)[1] / _GIB,
+        kept_activations(work, profile, block_activations(work, profile), held_stages(work.parallel)[0], 0) / _GIB,
     )
 
 
