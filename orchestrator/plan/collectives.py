@@ -28,22 +28,19 @@ class Group:
     one_card: bool = False
     """Whether the group uses one network card of each node instead of all of its ranks'."""
 
-    def nodes(self, gpus_per_node: int) -> int:
-        """Nodes that the group touches."""
-        return -(-self.ranks // self.ranks_per_node(gpus_per_node))
-
-    def ranks_per_node(self, gpus_per_node: int) -> int:
-        """Ranks of the group on one node."""
-        return max(1, min(self.ranks, gpus_per_node // self.stride))
+    def spread(self, gpus_per_node: int) -> tuple[int, int]:
+        """(ranks of the group on one node, nodes that it touches)."""
+        per_node = max(1, min(self.ranks, gpus_per_node // self.stride))
+        return per_node, -(-self.ranks // per_node)
 
 
 def bus_rate(group: Group, device: Device, fitted: Fitted) -> float | None:
     """Bytes per second that a ring of the group carries; None when the link's rate is not known."""
     if group.ranks == 1:
         return float("inf")
-    per_node = group.ranks_per_node(device.gpus_per_node)
+    per_node, nodes = group.spread(device.gpus_per_node)
     inside = None if device.node_rate is None else device.node_rate * fitted.nvlink_share
-    if group.nodes(device.gpus_per_node) == 1:
+    if nodes == 1:
         return inside
     if device.network_rate is None:
         return None
@@ -61,7 +58,7 @@ def collective_seconds(
     if rate is None:
         return None
     rounds = 2 if kind == "all_reduce" else 1
-    nodes = group.nodes(device.gpus_per_node)
+    nodes = group.spread(device.gpus_per_node)[1]
     latency = COLLECTIVE_LATENCY_SECONDS + NETWORK_LATENCY_SECONDS * (log2(nodes) if nodes > 1 else 0.0)
     moved = payload_bytes * (group.ranks - 1) / group.ranks
     return rounds * (moved / rate + calls * latency)
