@@ -8,17 +8,21 @@ from __future__ import annotations
 import multiprocessing
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from orchestrator.checkpoint.folder import TEMPORARY, committed_folders, faults_of_folder, newest_complete
 from orchestrator.checkpoint.read import load_newest
 from orchestrator.checkpoint.store import CheckpointWriter, SaveOutcome
-from tests.engine.checkpoint_writers import save_without_end, state_of
+from tests.engine.checkpoint_writers import Writing, save_without_end, state_of
 
 pytestmark = pytest.mark.torch
 
@@ -39,14 +43,21 @@ class Tally:
     """Newest step that a writer has reported as committed."""
 
 
-def kill_writers(directory: Path, kills: int, numbers: int) -> Tally:
+def kill_writers(directory: Path, kills: int, numbers: int, ranks: int) -> Tally:
     """Start and kill writers; after every kill, check what lies in the folder."""
     moments = random.Random(1)
     tally = Tally()
+    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
     for number in range(kills):
-        reported = kill_one(directory, numbers, asynchronous=number % 2 == 0, moment=moments.random())
+        asynchronous = number % 2 == 0
+        port = 0 if meeting is None else meeting.port
+        writing = Writing(str(directory), numbers, asynchronous, ranks, port, group=f"{number}")
+        # Each rank alone in turn, then all at once.
+        victims = list(range(ranks)) if number % (ranks + 1) == ranks else [number % (ranks + 1)]
+        with writers(writing) as group:
+            reported, unfinished_then = kill_some(directory, group, victims, moments.random())
         tally.kills += 1
-        tally.inside += bool(unfinished(directory))
+        tally.inside += unfinished_then
         tally.committed = max(reported, tally.committed)
         found = newest_complete(directory, read_bytes=True)
         assert found is not None, f"kill {number} lost the last complete checkpoint"
@@ -56,41 +67,73 @@ def kill_writers(directory: Path, kills: int, numbers: int) -> Tally:
     return tally
 
 
-def kill_one(directory: Path, numbers: int, *, asynchronous: bool, moment: float) -> int:
-    """Let a writer commit, kill it `moment` (0 to 1) through one of its next saves; the newest step it reported."""
-    receiver, sender = _CONTEXT.Pipe(duplex=False)
-    arguments = (sender, str(directory), numbers, asynchronous)
-    writer = _CONTEXT.Process(target=save_without_end, args=arguments, daemon=True)
-    writer.start()
-    sender.close()
+@dataclass
+class Group:
+    """Running writers and the lines on which they report, by rank."""
+
+    processes: list[BaseProcess]
+    lines: list[Connection]
+
+
+@contextmanager
+def writers(writing: Writing) -> Iterator[Group]:
+    """Start one writer a rank; none of them lives on afterwards."""
+    group = Group([], [])
     try:
-        assert receiver.poll(_TIMEOUT_SECONDS), "the writer committed nothing"
-        outcome: SaveOutcome = receiver.recv()
-        wait_for_another_save(directory, outcome.step + 1)
-        time.sleep(moment * outcome.write_seconds)
+        for rank in range(writing.ranks):
+            receiver, sender = _CONTEXT.Pipe(duplex=False)
+            process: BaseProcess = _CONTEXT.Process(target=save_without_end, args=(sender, writing, rank), daemon=True)
+            process.start()
+            sender.close()
+            group.processes.append(process)
+            group.lines.append(receiver)
+        yield group
     finally:
-        writer.kill()
-        writer.join()
-    return max(outcome.step, *reported_steps(receiver), 0)
+        for process in group.processes:
+            process.kill()
+            process.join()
+
+
+def kill_some(directory: Path, group: Group, victims: list[int], moment: float) -> tuple[int, bool]:
+    """Let the writers commit, kill some of them `moment` (0 to 1) through one of the next saves.
+
+    Returns the newest step that any of them reported as committed, and whether a save was unfinished right then.
+    """
+    line = group.lines[0]
+    assert line.poll(_TIMEOUT_SECONDS), "the writers committed nothing"
+    outcome: SaveOutcome = line.recv()
+    assert outcome.error is None
+    wait_for_another_save(directory, outcome.step + 1)
+    time.sleep(moment * outcome.write_seconds)
+    for rank in victims:
+        group.processes[rank].kill()
+        group.processes[rank].join()
+    unfinished_then = bool(unfinished(directory))
+    # Who is left must find out alone: a save cannot be finished without the dead one.
+    for rank, process in enumerate(group.processes):
+        process.join(_TIMEOUT_SECONDS)
+        assert not process.is_alive(), f"rank {rank} goes on without the ranks {victims}"
+    steps = [outcome.step, *(step for line in group.lines for step in committed_steps(line))]
+    return max(steps), unfinished_then
 
 
 def wait_for_another_save(directory: Path, step: int) -> None:
     """Until a save of this step or a later one has its first byte, or is over already."""
     deadline = time.monotonic() + _TIMEOUT_SECONDS
     while not unfinished(directory) and max(number for number, _ in committed_folders(directory)) <= step:
-        assert time.monotonic() < deadline, "the writer stopped saving"
+        assert time.monotonic() < deadline, "the writers stopped saving"
 
 
-def reported_steps(receiver: Connection) -> list[int]:
-    """Steps that the dead writer still had reported."""
+def committed_steps(line: Connection) -> list[int]:
+    """Steps that a writer, dead by now, still had reported as committed."""
     steps = []
-    while receiver.poll():
+    while line.poll():
         try:
-            outcome: SaveOutcome = receiver.recv()
+            outcome: SaveOutcome = line.recv()
         except EOFError:
             break
-        assert outcome.error is None
-        steps.append(outcome.step)
+        if outcome.error is None:
+            steps.append(outcome.step)
     return steps
 
 
@@ -107,23 +150,31 @@ def unfinished(directory: Path) -> list[Path]:
     return found
 
 
-def check(directory: Path, kills: int, numbers: int, least_inside: int) -> None:
-    tally = kill_writers(directory, kills, numbers)
+def check(directory: Path, kills: int, numbers: int, least_inside: int, ranks: int = 1) -> None:
+    tally = kill_writers(directory, kills, numbers, ranks)
     assert tally.kills == kills
     assert tally.inside >= least_inside, f"only {tally.inside} of {kills} kills came inside a save"
-    state = state_of(0, numbers)
+    state = state_of(0, numbers, list(range(ranks)))
     checkpoint, passed_over = load_newest(directory, state)
     assert checkpoint is not None
     assert passed_over == []
-    assert torch.equal(state["model"]["w"], torch.full((numbers,), float(checkpoint.step)))
+    for rank in range(ranks):
+        assert torch.equal(state["model"][f"w{rank}"], torch.full((numbers,), float(checkpoint.step)))
     CheckpointWriter(directory, 2, asynchronous=False)
     assert all(not path.name.startswith(".") for path in directory.iterdir()), "the next writer cleans up"
 
 
 def test_no_kill_loses_the_last_complete_checkpoint(tmp_path: Path) -> None:
-    check(tmp_path, kills=16, numbers=500_000, least_inside=4)
+    check(tmp_path, kills=14, numbers=500_000, least_inside=3)
+
+
+def test_no_kill_of_one_rank_or_all_loses_the_last_complete_checkpoint(tmp_path: Path) -> None:
+    check(tmp_path, kills=6, numbers=500_000, least_inside=1, ranks=2)
 
 
 @pytest.mark.slow
-def test_no_kill_among_two_hundred_during_large_saves_loses_the_last_complete_checkpoint(tmp_path: Path) -> None:
-    check(tmp_path, kills=200, numbers=10_000_000, least_inside=50)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_kill_among_two_hundred_during_large_saves_loses_the_last_complete_checkpoint(
+    tmp_path: Path, ranks: int
+) -> None:
+    check(tmp_path, kills=200, numbers=10_000_000, least_inside=50, ranks=ranks)
