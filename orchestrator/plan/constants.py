@@ -62,6 +62,9 @@ class Fitted:
 
 FITTED = Fitted()
 
+BUCKET_BYTES = 128 * 2**20
+"""FP32 gradient bytes of one all-reduce of replicated weights on a GPU, as `engine/data_parallel.py` sets it."""
+
 RESERVE_SHARES = {"fsdp": 0.19, "megatron_deepspeed": 0.16}
 """Share of all other memory that allocator and libraries take on top, by kind of system: medians over the rows of
 published tables whose memory is printed (peak reserved, and nvidia-smi)."""

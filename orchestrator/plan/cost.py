@@ -80,7 +80,12 @@ def traffic_plan(work: Work, profile: SystemProfile) -> TrafficPlan:
         ),
         pipeline=most([Traffic(round(count * boundary_bytes(work, profile)), count) for count in sends]),
         context=most([_traffic(context_transfers(work, load.layers)) for load in ranks]),
-        data=most([_traffic(data_transfers(work, profile, load.elements, load.layers).all) for load in ranks]),
+        data=most(
+            [
+                _traffic(data_transfers(work, profile, load.elements, load.units(work.architecture.tied)).all)
+                for load in ranks
+            ]
+        ),
         offload=most(
             [
                 _traffic((host_transfer(work, profile, load.elements),)) if work.offload else Traffic(0, 0)

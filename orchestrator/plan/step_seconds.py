@@ -72,6 +72,11 @@ class Load:
     head: bool
     elements: StageElements
 
+    def units(self, tied: bool) -> int:
+        """Groups of weights that are gathered and reduced together: blocks, embedding and head; tied ends are one."""
+        ends = int(self.embedding) + int(self.head)
+        return self.layers + (1 if ends == 2 and tied else ends)
+
     def seconds(self, block: Seconds, head: Seconds) -> Seconds:
         """Computation of one micro-batch."""
         heads = 1 if self.head else 0
@@ -174,7 +179,7 @@ def _data_seconds(
     What runs beside computation is exposed where it takes longer, and by a share everywhere, because both use memory
     and the same multiprocessors.
     """
-    transfers = data_transfers(work, profile, load.elements, load.layers)
+    transfers = data_transfers(work, profile, load.elements, load.units(work.architecture.tied))
     after = _collectives(transfers.after, device, fitted)
     if after is None:
         return None

@@ -7,8 +7,10 @@ hands in, which is what `plan.traffic` reports. Times and overlap are `step_seco
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from orchestrator.plan.collectives import Group, Kind
+from orchestrator.plan.constants import BUCKET_BYTES
 from orchestrator.plan.stages import stages_of_rank
 from orchestrator.plan.states import StageElements
 from orchestrator.plan.system_profile import SystemProfile
@@ -54,22 +56,30 @@ def stream_bytes(work: Work) -> float:
     return float(work.tokens) * work.architecture.hidden * work.activation_bytes
 
 
-def data_transfers(work: Work, profile: SystemProfile, elements: StageElements, layers: int) -> DataTransfers:
-    """Gathers and reductions of the weights and gradients that a rank holds."""
+def data_transfers(work: Work, profile: SystemProfile, elements: StageElements, units: int) -> DataTransfers:
+    """Gathers and reductions of the weights and gradients that a rank holds in `units` that are moved together."""
     facts = work.parallel
     whole = Group(facts.data * facts.context, facts.tensor)
     if whole.ranks == 1:
         return DataTransfers((), (), ())
-    units = layers + 2.0
     reduced = elements.whole * profile.reduced_bytes(work.precision)
     forward, backward = (
-        ((), (Transfer("all_reduce", reduced, units, whole),))
+        ((), (Transfer("all_reduce", reduced, _buckets(work, profile, elements, units), whole),))
         if facts.zero_stage == 0
-        else _shared_transfers(work, profile, elements, units, reduced)
+        else _shared_transfers(work, profile, elements, float(units), reduced)
     )
     if profile.overlaps_data:
         return DataTransfers(forward, backward, ())
     return DataTransfers((), (), (*forward, *backward))
+
+
+def _buckets(work: Work, profile: SystemProfile, elements: StageElements, units: int) -> float:
+    """All-reduces of replicated gradients: units are joined until a bucket is full; on a CPU all are one."""
+    if profile.one_unit_on_cpu and not work.on_gpu:
+        return 1.0
+    unit_bytes = 4.0 * max(elements.block, 1)
+    joined = max(1, ceil(BUCKET_BYTES / unit_bytes))
+    return float(ceil(units / joined))
 
 
 def _shared_transfers(

@@ -10,8 +10,10 @@ import torch
 from models.gpt.module import GptModel
 from models.llama.module import LlamaModel
 from orchestrator.config.schema import ModelConfig
+from orchestrator.engine import data_parallel
 from orchestrator.plan.activations import block_activations
 from orchestrator.plan.architecture import architecture_of
+from orchestrator.plan.constants import BUCKET_BYTES
 from orchestrator.plan.profiles import OURS
 from orchestrator.plan.run_plan import ParallelFacts
 from orchestrator.plan.work import Work
@@ -56,6 +58,10 @@ def saved_bytes(family: str, layers: int, dtype: torch.dtype) -> int:
         output = module(torch.zeros(BATCH, SEQUENCE, dtype=torch.int64))
     assert output.requires_grad
     return sum(tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in weights)
+
+
+def test_the_planner_knows_the_engines_buckets() -> None:
+    assert data_parallel.BUCKET_BYTES == {"cpu": None, "cuda": BUCKET_BYTES}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
