@@ -43,9 +43,8 @@ PRIOR = Fitted(
     loss_bytes=24.0,
     step_overhead_seconds=0.03,
 )
-"""Where every fit starts and what it is pulled to: guesses from counting kernels and from data sheets, made before any
-measurement was looked at in detail. The shipped numbers are not used here, so that a fit without a configuration knows
-nothing of it."""
+"""Where every fit starts and what it is weakly pulled to: round guesses from counting kernels and from data sheets.
+The shipped numbers are not used, so that a fit without a configuration knows nothing of it."""
 
 NAMES = tuple(field.name for field in fields(Fitted))
 HUBER = 0.12
