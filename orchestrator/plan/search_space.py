@@ -15,6 +15,7 @@ from typing import Literal
 from orchestrator.config.schema import RunConfig, Schedule
 from orchestrator.plan.batch import divisors
 from orchestrator.plan.inventory import Inventory, take_inventory
+from orchestrator.plan.validate.size_rules import MOST_PIPELINE_RANKS, MOST_STAGES
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -103,7 +104,7 @@ def splits(config: RunConfig) -> Iterator[Split]:
             if (context > 1 and sequence % (2 * context)) or groups % context:
                 continue
             for pipeline in divisors(groups // context):
-                if pipeline > config.model.num_hidden_layers:
+                if pipeline > min(config.model.num_hidden_layers, MOST_PIPELINE_RANKS):
                     break
                 most = groups // context // pipeline
                 data = max(degree for degree in divisors(batch) if degree <= most)
@@ -134,7 +135,7 @@ def schedules(config: RunConfig, split: Split, micro_batches: int) -> Iterator[t
         if config.training.compile and schedule != "interleaved_1f1b":
             break
         for virtual in _VIRTUAL_STAGES[schedule]:
-            if pipeline * virtual <= layers:
+            if pipeline * virtual <= min(layers, MOST_STAGES):
                 yield schedule, virtual
     if config.training.compile:
         return  # compiled blocks have one backward, which the others would have to take apart

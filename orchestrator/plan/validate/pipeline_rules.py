@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from orchestrator.errors import Problem
 from orchestrator.plan.facts import Facts
 from orchestrator.plan.stages import V_SHAPED
+from orchestrator.plan.validate.size_rules import MOST_STAGES
 from orchestrator.plan.validate.wording import one_of
 
 _SINGLE_STAGE = frozenset({"gpipe", "1f1b"})
@@ -32,6 +33,18 @@ def stages_fit_the_layers(facts: Facts) -> Iterator[Problem]:
         "holds at least one.",
         f"Use {' or '.join(fixes) or f'at most {layers} stages'}.",
     )
+
+
+def stages_can_be_simulated(facts: Facts) -> Iterator[Problem]:
+    """A pipeline is timed by walking through its schedule, which has limits."""
+    parallel = facts.config.parallel
+    if MOST_STAGES < facts.stages <= facts.config.model.num_hidden_layers:
+        yield Problem(
+            "parallel.virtual_stages",
+            f"pipeline {parallel.pipeline} x virtual_stages {parallel.virtual_stages} = {facts.stages} stages; at most "
+            f"{MOST_STAGES} are planned for.",
+            f"Use parallel.virtual_stages={MOST_STAGES // parallel.pipeline} or less.",
+        )
 
 
 def listed_layers_add_up(facts: Facts) -> Iterator[Problem]:
@@ -121,6 +134,7 @@ def micro_batches_suit_the_schedule(facts: Facts) -> Iterator[Problem]:
 
 RULES = (
     stages_fit_the_layers,
+    stages_can_be_simulated,
     listed_layers_add_up,
     virtual_stages_fit_the_schedule,
     micro_batches_suit_the_schedule,

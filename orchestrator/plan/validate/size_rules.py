@@ -1,7 +1,7 @@
 """Numbers beyond any real training: refused before anything is derived from them.
 
-The limits lie at least ten times above the largest published runs, so that they stop a slip of the keyboard and not a
-plan; they also keep every later computation exact, fast and within floating point.
+The limits lie above the largest published runs, so that they stop a slip of the keyboard and not a plan; they also keep
+every later computation exact, fast and within floating point.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from orchestrator.config.schema import RunConfig
 from orchestrator.errors import Problem
 
-LARGEST_WORLD = 1_048_576
+MOST_PIPELINE_RANKS = 256
+MOST_STAGES = 1024
+"""Virtual stages over all pipeline ranks; published pipelines have up to 64 ranks, or some 130 stages."""
+LARGEST_WORLD = 262_144
 """Ranks that a plan lists at most; the largest published runs used some 100,000 GPUs."""
 
 _LIMITS: dict[str, int] = {
@@ -32,31 +35,58 @@ _LIMITS: dict[str, int] = {
     "cluster.gpus_per_node": 1024,
     "parallel.data": LARGEST_WORLD,
     "parallel.tensor": LARGEST_WORLD,
-    "parallel.pipeline": LARGEST_WORLD,
+    "parallel.pipeline": MOST_PIPELINE_RANKS,
     "parallel.context": LARGEST_WORLD,
     "parallel.zero_group": LARGEST_WORLD,
-    "parallel.virtual_stages": 10_000,
-    "cluster.gpu.memory_gib": 1_000_000,
+    "parallel.virtual_stages": 64,
 }
 
+_GPU_RANGES: dict[str, tuple[float, float]] = {
+    "memory_gib": (1e-3, 1e5),
+    "memory_bandwidth_gb_per_s": (1e-2, 1e7),
+    "peak_tflops.fp32": (1e-4, 1e6),
+    "peak_tflops.bf16": (1e-4, 1e6),
+    "peak_tflops.fp16": (1e-4, 1e6),
+    "nvlink_gb_per_s": (1e-3, 1e6),
+    "pcie_gb_per_s": (1e-3, 1e6),
+    "price_per_hour": (1e-6, 1e6),
+}
+_NODE_RANGES: dict[str, tuple[float, float]] = {
+    "network_gbps_per_gpu": (1e-3, 1e6),
+    "host_memory_gib": (1e-3, 1e7),
+}
+"""What a figure of the hardware can be, in its own unit: from a small CPU to well above today's largest."""
 
-def _values(config: RunConfig) -> Iterator[tuple[str, object, int]]:
-    for key, limit in _LIMITS.items():
-        value: object = config
-        for part in key.split("."):
-            value = getattr(value, part)
-        yield key, value, limit
-    for index, group in enumerate(config.cluster.node_groups):
-        yield f"cluster.node_groups[{index}].nodes", group.nodes, LARGEST_WORLD
-        yield f"cluster.node_groups[{index}].gpus_per_node", group.gpus_per_node, 1024
+
+def _at(section: object, key: str) -> object:
+    for part in key.split("."):
+        section = getattr(section, part)
+    return section
 
 
 def absurd_sizes(config: RunConfig) -> Iterator[Problem]:
-    """Each number above its limit; judged alone, before `derive` multiplies any of them."""
-    for key, value, limit in _values(config):
-        if isinstance(value, int | float) and value > limit:
-            yield Problem(
-                key,
-                f"{value} is beyond any real training; at most {limit:,} is planned for.",
-                "Check the number for a slip.",
-            )
+    """Each number beyond its limits; judged alone, before `derive` multiplies any of them."""
+    for key, limit in _LIMITS.items():
+        yield from _too_large(key, _at(config, key), limit)
+    groups = [(f"cluster.node_groups[{index}]", group) for index, group in enumerate(config.cluster.node_groups)]
+    for place, group in groups:
+        yield from _too_large(f"{place}.nodes", group.nodes, LARGEST_WORLD)
+        yield from _too_large(f"{place}.gpus_per_node", group.gpus_per_node, _LIMITS["cluster.gpus_per_node"])
+    for place, section in [("cluster", config.cluster), *groups]:
+        for key, span in _NODE_RANGES.items():
+            yield from _out_of_range(f"{place}.{key}", _at(section, key), span)
+        for key, span in _GPU_RANGES.items():
+            yield from _out_of_range(f"{place}.gpu.{key}", _at(section, f"gpu.{key}"), span)
+
+
+def _too_large(key: str, value: object, limit: int) -> Iterator[Problem]:
+    if isinstance(value, int) and value > limit:
+        message = f"{value} is beyond any real training; at most {limit:,} is planned for."
+        yield Problem(key, message, "Check the number for a slip.")
+
+
+def _out_of_range(key: str, value: object, span: tuple[float, float]) -> Iterator[Problem]:
+    # 0 says that there is none of it (NVLink, a price).
+    if isinstance(value, int | float) and value != 0 and not span[0] <= value <= span[1]:
+        message = f"{value:g} is no figure of real hardware in this unit; {span[0]:g} to {span[1]:g} is planned for."
+        yield Problem(key, message, "Check the number and its unit.")

@@ -16,6 +16,8 @@ def one_of(values: Iterable[int]) -> str:
 
 
 def gib(size_bytes: float) -> str:
-    """Bytes as GiB with one decimal, with two below 10."""
+    """Bytes as GiB with one decimal, with two below 10, as MiB below a hundredth."""
     value = size_bytes / 2**30
+    if value < 0.01:
+        return f"{size_bytes / 2**20:.2f} MiB"
     return f"{value:.2f} GiB" if value < 10 else f"{value:,.1f} GiB"
