@@ -61,6 +61,7 @@ class RankLink(Protocol):
         """Whether the rank was asked to save and stop at the next step boundary."""
 
     def rendezvous(self, port: int | None) -> tuple[str, int]:
-        """Agree on where the ranks meet. Rank 0 passes the port it listens on, the others None; blocks until it is known.
+        """Agree on where the ranks meet; blocks until it is known. Returns (host, port).
 
-        Returns (host, port)."""
+        Rank 0 passes the port that it listens on, the others None.
+        """
