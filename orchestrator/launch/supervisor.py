@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from orchestrator.plan.rank_task import RankTask
 _TICK_SECONDS = 0.2
 """How often heartbeats are read; they go to the driver when something changed, and every second anyway."""
 _KEEPER_TIMEOUT_SECONDS = 60.0
+_EXISTING_TIMEOUT_SECONDS = 5.0
 _LAST_WORDS_SECONDS = 0.3
 """Time that a hung rank has for writing its stack into its log before it is killed."""
 
@@ -56,20 +58,32 @@ def supervise(order: SupervisorOrder) -> None:
     facts = _facts(order)
     with contextlib.ExitStack() as stack:
         driver = stack.enter_context(Client(order.address, authkey=order.key))
-        socket_path = order.warm_sockets.get(facts["node_id"])
-        process: WarmProcess | None = None
-        if socket_path is None or not Path(socket_path).exists():
-            process = WarmProcess(preload_of(order.engine, order.preload))
-            stack.callback(process.close)
-            socket_path = process.socket_path
-        keeper = KeeperLink(socket_path, timeout_seconds=_KEEPER_TIMEOUT_SECONDS, process=process)
-        stack.callback(keeper.close)
+        keeper = _keeper(order, facts["node_id"], stack)
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="orchestrator-share-")))
         driver.send({"kind": "hello", **facts})
         try:
             _Share(order, driver, keeper, directory / "board").run()
         except (EOFError, ConnectionResetError, BrokenPipeError):
             return  # the driver is gone: leaving the block ends the ranks
+
+
+def _keeper(order: SupervisorOrder, node_id: str, stack: contextlib.ExitStack) -> KeeperLink:
+    """A keeper of the node's warm process, or of one that is started for this share where there is none, or no
+    longer."""
+    existing = order.warm_sockets.get(node_id)
+    if existing is not None:
+        try:
+            keeper = KeeperLink(existing, timeout_seconds=_EXISTING_TIMEOUT_SECONDS)
+        except RuntimeError:
+            print(f"no warm process answers at {existing}: starting one", file=sys.stderr)
+        else:
+            stack.callback(keeper.close)
+            return keeper
+    process = WarmProcess(preload_of(order.engine, order.preload))
+    stack.callback(process.close)
+    keeper = KeeperLink(process.socket_path, timeout_seconds=_KEEPER_TIMEOUT_SECONDS, process=process)
+    stack.callback(keeper.close)
+    return keeper
 
 
 def _facts(order: SupervisorOrder) -> dict[str, Any]:

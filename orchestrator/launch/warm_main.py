@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _MESSAGE_BYTES = 65536
 """Most bytes of one command; commands are a few hundred."""
 
@@ -52,6 +53,7 @@ def main() -> None:
                 listener.close()
                 os.close(0)
                 os.open(os.devnull, os.O_RDONLY)
+                _set_name("keeper")
                 try:
                     _Keeper(connection).run(warm)
                 finally:
@@ -137,6 +139,7 @@ class _Keeper:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._supervisor.close()
+            _set_name(f"rank {command['rank']}")
             _redirect_output(Path(command["log"]), command["title"])
             from orchestrator.launch.rank_main import run
 
@@ -148,6 +151,11 @@ class _Keeper:
             os._exit(code)
 
 
+def _set_name(name: str) -> None:
+    """What `ps -o pid,comm` and `top` show; at most 15 bytes."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
+
+
 def _redirect_output(log: Path, title: str) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -156,7 +164,7 @@ def _redirect_output(log: Path, title: str) -> None:
     os.close(handle)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    print(f"---- {title} ----")
+    print(f"---- {title}, process {os.getpid()} ----")
 
 
 if __name__ == "__main__":

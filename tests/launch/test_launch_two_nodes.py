@@ -123,6 +123,7 @@ def test_a_users_error_ends_the_run_at_once_and_is_one_message(start):
     assert "_act" in told.outcome.traceback
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_all_at_once_and_says_what_is_kept(start):
     def interrupt(event):
         if (event["kind"] == "step" and event["step"] == 3) or event["kind"] == "stopping":
@@ -135,6 +136,7 @@ def test_a_second_ctrl_c_ends_all_at_once_and_says_what_is_kept(start):
     assert "checkpoint of step" in problem.fix
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_stop_in_time_are_ended_and_it_is_said(start):
     def terminate(event):
         if event["kind"] == "ready":

@@ -76,12 +76,12 @@ def gone(pid: int) -> bool:
 
 
 def test_a_rank_runs_the_engine_by_name_and_says_how_it_went(keeper, tmp_path):
-    connection, _pid = fork(keeper, tmp_path, "tests.launch.engines:environment")
+    connection, pid = fork(keeper, tmp_path, "tests.launch.engines:environment")
     assert [event["kind"] for event in events(connection)] == ["done"]
     exited = keeper.receive()
     assert (exited["kind"], exited["code"], exited["rank"]) == ("exited", 0, 0)
     log = (tmp_path / "logs" / "rank-000.log").read_text()
-    assert "---- a title ----" in log
+    assert f"---- a title, process {pid} ----" in log
     assert "PASSED_ON=yes OMP_NUM_THREADS=1" in log
     assert "to the error stream" in log
 
@@ -103,7 +103,7 @@ def test_an_engine_that_cannot_be_imported_is_reported_too(keeper, tmp_path):
 def test_a_rank_that_hangs_writes_where_it_is_into_its_log_when_asked(keeper, tmp_path):
     fork(keeper, tmp_path, "tests.launch.engines:forever")
     log = tmp_path / "logs" / "rank-000.log"
-    wait_for(lambda: "waits for ever" in log.read_text())
+    wait_for(lambda: log.exists() and "waits for ever" in log.read_text())
     keeper.signal([0], signal.SIGUSR1)
     wait_for(lambda: "in forever" in log.read_text())
 
@@ -118,6 +118,9 @@ def test_ranks_end_with_their_supervisor(warm, tmp_path):
 
 def test_ranks_end_with_their_keeper(keeper, tmp_path):
     _, pid = fork(keeper, tmp_path, "tests.launch.engines:forever")
+    log = tmp_path / "logs" / "rank-000.log"
+    wait_for(lambda: log.exists() and "waits for ever" in log.read_text())
+    assert Path(f"/proc/{pid}/comm").read_text() == "rank 0\n"
     os.kill(psutil.Process(pid).ppid(), 9)
     wait_for(lambda: gone(pid))
 
