@@ -14,46 +14,61 @@ from torch import nn
 
 from models.registry import family
 from models.spec import parameter_specs
+from orchestrator.config.schema import ModelConfig
 from orchestrator.engine.compilation import apply_compile
 from orchestrator.engine.data_parallel import apply_data_parallel
 from orchestrator.engine.gradients import counted_once
 from orchestrator.engine.initialise import initialise
 from orchestrator.engine.mesh import Mesh
 from orchestrator.engine.optimizer import build_optimizer
-from orchestrator.engine.precision import master_dtype, mixed_precision_policy
+from orchestrator.engine.pipeline import build_pipeline
+from orchestrator.engine.precision import compute_dtype, master_dtype, mixed_precision_policy
 from orchestrator.engine.recompute import apply_recompute
 from orchestrator.engine.step import Parts
+from orchestrator.engine.tensor_parallel import apply_tensor_parallel
+from orchestrator.engine.tied import tied_copies
 from orchestrator.plan.run_plan import RunPlan
 
 
 def build(plan: RunPlan, mesh: Mesh, device: torch.device) -> Parts:
     """Build this rank's part of the plan's model, wrapped, allocated on `device` and initialised (collective)."""
+    assert plan.parallel is not None, "a plan without degrees is not feasible and never reaches a rank"
     config = plan.config
     specs = parameter_specs(config.model)
     table = family(config.model.family).sharding_table(config.model)
     policy = mixed_precision_policy(config.training.precision)
 
-    model = stage_on_meta(plan, mesh)
-    blocks = list(model.get_submodule(table.layers).children())
-    dropout = config.model.attention_dropout > 0 or config.model.resid_pdrop > 0
-    apply_recompute(blocks, config.training.activation_checkpointing, dropout=dropout)
-    if config.training.compile:
-        apply_compile(blocks)
-    data_parallel = apply_data_parallel(model, mesh, config.parallel, table, policy)
-    allocate(model, device, offload=config.parallel.offload == "all")
-    parameters = dict(model.named_parameters())
+    stages = [stage_on_meta(plan, stage) for stage in mesh.stages]
+    for stage in stages:
+        apply_tensor_parallel(stage, mesh.tensor, table, sequence_parallel=config.parallel.sequence_parallel)
+    for blocks in (list(stage.get_submodule(table.layers).children()) for stage in stages):
+        apply_recompute(blocks, config.training.activation_checkpointing, dropout=has_dropout(config.model))
+        if config.training.compile:
+            apply_compile(blocks)
+    data_parallel = [apply_data_parallel(stage, mesh, config.parallel, table, policy) for stage in stages]
+    for stage in stages:
+        allocate(stage, device, offload=config.parallel.offload == "all")
+    parameters = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
     initialise(parameters, specs, config.training.seed)
+    tied = tied_copies(plan.parallel, mesh, parameters, specs)
     optimizer = build_optimizer(config.optimizer, parameters, specs)
     return Parts(
-        model=model,
-        data_parallel=data_parallel,
+        stages=tuple(stages),
+        data_parallel=tuple(data_parallel),
+        pipeline=build_pipeline(plan, mesh, stages, data_parallel, compute_dtype(config.training.precision), device),
+        tied=tied,
         parameters=parameters,
-        counted=counted_once(parameters),
+        counted=counted_once(parameters) - {spec.name for spec in specs if spec.tied_to is not None},
         optimizer=optimizer,
         mesh=mesh,
         device=device,
         gradient_clip=config.training.gradient_clip,
     )
+
+
+def has_dropout(model: ModelConfig) -> bool:
+    """Whether the model draws masks in training."""
+    return model.attention_dropout > 0 or model.resid_pdrop > 0
 
 
 def allocate(model: nn.Module, device: torch.device, *, offload: bool) -> None:
@@ -67,19 +82,19 @@ def allocate(model: nn.Module, device: torch.device, *, offload: bool) -> None:
     model.initialise_buffers()  # type: ignore[operator]
 
 
-def stage_on_meta(plan: RunPlan, mesh: Mesh) -> nn.Module:
-    """The layers of this rank's pipeline stage, without memory behind them."""
+def stage_on_meta(plan: RunPlan, stage: int) -> nn.Module:
+    """The layers of a virtual pipeline stage, without memory behind them."""
     model, parallel = plan.config.model, plan.parallel
     assert parallel is not None, "a plan without degrees is not feasible and never reaches a rank"
-    first, end = parallel.stage_layers[mesh.pipeline_rank]
+    first, end = parallel.stage_layers[stage]
     module_name, class_name = family(model.family).module.split(":")
     model_class = getattr(importlib.import_module(module_name), class_name)
     with torch.device("meta"):
-        stage: nn.Module = model_class(
+        module: nn.Module = model_class(
             model,
             layers=range(first, end),
-            embedding=mesh.pipeline_rank == 0,
-            head=mesh.pipeline_rank == mesh.pipeline_ranks - 1,
+            embedding=stage == 0,
+            head=stage == len(parallel.stage_layers) - 1,
             sequence_length=plan.config.training.sequence_length,
         )
-    return stage.to(master_dtype(plan.config.training.precision))
+    return module.to(master_dtype(plan.config.training.precision))

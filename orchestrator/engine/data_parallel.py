@@ -24,6 +24,9 @@ BUCKET_BYTES: dict[str, int | None] = {"cpu": None, "cuda": 128 * 2**20}
 """Stage 0: gradient bytes (FP32) of one all-reduce, by device; None: the whole model at once. gloo on a CPU cannot
 overlap with compute, so fewer calls win there; on GPUs buckets overlap with the rest of the backward pass."""
 
+SPLIT_SCHEDULES = frozenset({"interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"})
+"""Pipeline schedules that run a backward pass in two parts, for the inputs and for the weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class DataParallel:
@@ -68,17 +71,23 @@ def apply_data_parallel(
     table: ShardingTable,
     policy: MixedPrecisionPolicy,
 ) -> DataParallel:
-    """Wrap the model in place for its ZeRO stage; its parameters may still be on the meta device."""
+    """Wrap a stage of the model in place for its ZeRO stage; its parameters may still be on the meta device.
+
+    Under the schedules that split a backward pass (`SPLIT_SCHEDULES`) torch keeps weights and gradients whole
+    within a step: stages 2 and 3 are then stage 1.
+    """
     device = mesh.whole.device_type
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if parallel.offload == "all" else OffloadPolicy()
     options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
-    if parallel.zero_stage == 0:
+    split = parallel.pipeline > 1 and parallel.schedule in SPLIT_SCHEDULES
+    zero_stage = min(parallel.zero_stage, 1) if split else parallel.zero_stage
+    if zero_stage == 0:
         options |= {"mesh": mesh.gradient}
         for bucket in _buckets(_units(model, table), BUCKET_BYTES[device]):
             replicate(bucket, **options)
         replicate(model, **options)
     else:
-        options |= {"mesh": mesh.sharding, "reshard_after_forward": parallel.zero_stage == 3}
+        options |= {"mesh": mesh.sharding, "reshard_after_forward": zero_stage == 3}
         for unit in _units(model, table):
             fully_shard(unit, **options)
         fully_shard(model, **options)
@@ -87,7 +96,7 @@ def apply_data_parallel(
         # A plain sum. Forcing it keeps torch from a pre-multiplied sum, which gloo does not have.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    return DataParallel(wrapped, parallel.zero_stage)
+    return DataParallel(wrapped, zero_stage)
 
 
 def _units(model: nn.Module, table: ShardingTable) -> list[list[nn.Module]]:

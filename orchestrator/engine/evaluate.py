@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from orchestrator.data.dataset import TokenDataset
 from orchestrator.engine.feed import micro_batch, unlearned
-from orchestrator.engine.loss import IGNORED, summed_loss
-from orchestrator.engine.step import Parts
+from orchestrator.engine.loss import IGNORED, loss_context, summed_loss
+from orchestrator.engine.step import MicroBatch, Parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +40,19 @@ def evaluate(parts: Parts, dataset: TokenDataset, sequences: int, batch: int) ->
     rounds = math.ceil(math.ceil(count / ranks) / batch)
     length = dataset.sample(np.zeros(1, dtype=np.int64)).shape[1] - 1
     sums = torch.zeros(2, dtype=torch.float64, device=parts.device)
-    parts.model.eval()
+    for stage in parts.stages:
+        stage.eval()
     for index in range(rounds):
         chosen = ids[index * batch : (index + 1) * batch]
         read = (
             micro_batch(dataset.sample(chosen), parts.device) if chosen.size else unlearned((1, length), parts.device)
         )
-        sums[0] += summed_loss(parts.model(read.inputs), read.labels).double()
+        with loss_context(parts.mesh):
+            sums[0] += _summed(parts, read).double()
         sums[1] += (read.labels != IGNORED).sum()
-    parts.model.train()
-    parts.data_parallel.end_evaluation()
+    for stage, data_parallel in zip(parts.stages, parts.data_parallel, strict=True):
+        stage.train()
+        data_parallel.end_evaluation()
     if not parts.mesh.speaks_for_samples:
         sums.zero_()
     if parts.mesh.whole.size() > 1:
@@ -57,3 +61,10 @@ def evaluate(parts: Parts, dataset: TokenDataset, sequences: int, batch: int) ->
     loss = total / tokens
     size = dataset.bytes_per_token
     return Evaluation(loss=loss, nats_per_byte=None if size is None else loss / size)
+
+
+def _summed(parts: Parts, read: MicroBatch) -> Tensor:
+    if parts.pipeline is not None:
+        return parts.pipeline.evaluate(read)
+    (model,) = parts.stages
+    return summed_loss(model(read.inputs), read.labels)

@@ -49,6 +49,14 @@ def squared_norm(gradients: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).double().square().sum()
 
 
+def clip_factor(norm: float, largest: float) -> float:
+    """What a gradient of that norm is multiplied with so that its norm is at most `largest`.
+
+    As `torch.nn.utils.clip_grad_norm_`, its 1e-6 against a norm of 0 included, so that both clip to the same digits.
+    """
+    return min(1.0, largest / (norm + 1e-6))
+
+
 def scale(gradients: list[Tensor], factor: float) -> None:
     """Multiply all gradients in place; a factor of 1 costs nothing."""
     if factor != 1.0 and gradients:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from orchestrator.plan.run_plan import ParallelFacts
+from orchestrator.plan.stages import stages_of_rank
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """Axes of the whole mesh, outermost first. `replicate` x `shard` are the data-parallel ranks."""
@@ -28,18 +29,26 @@ class Mesh:
     """Ranks that hold the same part of the model and see other tokens: replicate x shard x context, one axis."""
     sharding: DeviceMesh
     """The same ranks as sharded copies: one axis (the copy's ranks) or, where there are replicas, replicas x copy."""
+    tensor: DeviceMesh
+    """Ranks that share each layer's matrices, one axis."""
     data_rank: int
     """Which samples this rank reads: 0 to data_ranks - 1."""
     data_ranks: int
     pipeline_rank: int
-    pipeline_ranks: int
+    holder: tuple[int, ...]
+    """Pipeline rank that holds each virtual stage of the model, first stage first."""
     context_rank: int
     tensor_rank: int
 
     @property
     def speaks_for_samples(self) -> bool:
         """Whether this rank is the one, of all that read the same samples, that reports them and their loss."""
-        return self.tensor_rank == 0 and self.context_rank == 0 and self.pipeline_rank == self.pipeline_ranks - 1
+        return self.tensor_rank == 0 and self.context_rank == 0 and self.pipeline_rank == self.holder[-1]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Virtual stages that this rank holds, ascending."""
+        return tuple(stage for stage, holder in enumerate(self.holder) if holder == self.pipeline_rank)
 
 
 def build_mesh(parallel: ParallelFacts, device_type: str) -> Mesh:
@@ -64,11 +73,12 @@ def build_mesh(parallel: ParallelFacts, device_type: str) -> Mesh:
     return Mesh(
         whole=whole,
         gradient=gradient,
+        tensor=whole["tensor"],
         sharding=whole["replicate", copy] if sizes[1] > 1 else whole[copy],
         data_rank=place["replicate"] * sizes[2] + place["shard"],
         data_ranks=sizes[1] * sizes[2],
         pipeline_rank=place["pipeline"],
-        pipeline_ranks=sizes[0],
+        holder=stage_holders(parallel),
         context_rank=place["context"],
         tensor_rank=place["tensor"],
     )
@@ -82,3 +92,12 @@ def axis_sizes(parallel: ParallelFacts) -> tuple[int, int, int, int, int]:
     shard = parallel.zero_group // parallel.context if parallel.zero_stage > 0 else 1
     replicate = parallel.data // shard
     return parallel.pipeline, replicate, shard, parallel.context, parallel.tensor
+
+
+def stage_holders(parallel: ParallelFacts) -> tuple[int, ...]:
+    """Pipeline rank of every virtual stage, first stage first."""
+    holders: dict[int, int] = {}
+    for rank in range(parallel.pipeline):
+        for stage in stages_of_rank(rank, parallel.pipeline, parallel.virtual_stages, parallel.schedule):
+            holders[stage] = rank
+    return tuple(holders[stage] for stage in sorted(holders))

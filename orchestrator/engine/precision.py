@@ -26,6 +26,11 @@ def master_dtype(precision: Precision) -> torch.dtype:
     return MASTER[precision]
 
 
+def compute_dtype(precision: Precision) -> torch.dtype:
+    """Type of activations. Raises as `master_dtype`."""
+    return torch.bfloat16 if precision == "bf16_mixed" else master_dtype(precision)
+
+
 def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
     """What data parallelism casts: BF16 copies of FP32 weights for compute, FP32 gradient sums. Raises as
     `master_dtype`."""

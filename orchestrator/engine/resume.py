@@ -12,7 +12,7 @@ from orchestrator.checkpoint.folder import Checkpoint, open_checkpoint
 from orchestrator.checkpoint.manifest import problems_of_resuming
 from orchestrator.checkpoint.ranks import Ranks
 from orchestrator.checkpoint.store import load, load_newest
-from orchestrator.engine.state import state_of
+from orchestrator.engine.state import after_loading, state_of
 from orchestrator.engine.step import Parts
 from orchestrator.errors import Problem, RunError
 from orchestrator.plan.rank_task import RankLink, RankTask
@@ -59,6 +59,8 @@ def resume(task: RankTask, link: RankLink, parts: Parts, data_fingerprint: str, 
     if found is None and start is not None:
         # Its weights only: the optimizer, the step and the position in the data begin anew.
         load(_open(start, "checkpoint.init_from"), {"model": state_of(parts)["model"]}, optional=("optimizer.",))
+    if found is not None:
+        after_loading(parts)
     resumed = Resumed() if found is None else Resumed(found.step, found.manifest.tokens, found)
     if log is None:
         return resumed

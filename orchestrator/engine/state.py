@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from orchestrator.engine.gradients import local
 from orchestrator.engine.step import Parts
+from orchestrator.engine.tied import copy_original
 
 
 def state_of(parts: Parts) -> dict[str, Any]:
@@ -23,12 +24,27 @@ def state_of(parts: Parts) -> dict[str, Any]:
     Optimizer state that no step has made yet is made here as it stands before the first step (zeros).
     """
     _complete_optimizer_state(parts)
-    model: dict[str, Tensor] = {name: parameter.detach() for name, parameter in parts.parameters.items()}
+    model: dict[str, Tensor] = {}
     optimizer: dict[str, Tensor] = {}
-    for name, parameter in parts.parameters.items():
+    for name, parameter in saved_parameters(parts).items():
+        model[name] = parameter.detach()
         for key, value in parts.optimizer.state[parameter].items():
             optimizer[f"{name}.{key}"] = value
     return {"model": model, "optimizer": optimizer}
+
+
+def saved_parameters(parts: Parts) -> dict[str, nn.Parameter]:
+    """Parameters by the name that they are saved under: the copy of a tied weight under that of its original."""
+    found = dict(parts.parameters)
+    if parts.tied is not None and (copy := found.pop(parts.tied.copy, None)) is not None:
+        found.setdefault(parts.tied.original, copy)
+    return found
+
+
+def after_loading(parts: Parts) -> None:
+    """Bring what a checkpoint does not hold twice into every copy of it."""
+    if parts.tied is not None:
+        copy_original(parts.tied, parts.optimizer)
 
 
 @torch.no_grad()

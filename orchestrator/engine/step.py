@@ -17,17 +17,24 @@ from torch import Tensor, nn
 
 from orchestrator.engine import gradients
 from orchestrator.engine.data_parallel import DataParallel
-from orchestrator.engine.loss import summed_loss
+from orchestrator.engine.loss import loss_context, summed_loss
 from orchestrator.engine.mesh import Mesh
+from orchestrator.engine.pipeline import Pipeline
+from orchestrator.engine.tied import TiedCopies
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a step computes with; built once by `build.py`."""
 
-    model: nn.Module
-    """This rank's part of the model, wrapped."""
-    data_parallel: DataParallel
+    stages: tuple[nn.Module, ...]
+    """This rank's part of the model, wrapped: one module for each virtual pipeline stage that it holds."""
+    data_parallel: tuple[DataParallel, ...]
+    """Of each stage."""
+    pipeline: Pipeline | None
+    """None: this rank holds the whole depth of the model."""
+    tied: TiedCopies | None
+    """Copies of a weight on the first and the last stage; None: there are none."""
     parameters: dict[str, nn.Parameter]
     """Logical name to parameter, this rank's part of the model."""
     counted: frozenset[str]
@@ -69,23 +76,36 @@ def train_step(parts: Parts, batches: Sequence[MicroBatch], tokens: int) -> Step
     """
     # One multiplication in FP32; the divisor is exact there up to 2**24 tokens and right to the last digit beyond.
     share = 1.0 / max(tokens, 1)
-    total = torch.zeros((), dtype=torch.float32, device=parts.device)
-    for index, batch in enumerate(batches):
-        parts.data_parallel.begin_micro_batch(last=index == len(batches) - 1)
-        loss = summed_loss(parts.model(batch.inputs), batch.labels) * share
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
+    with loss_context(parts.mesh):
+        if parts.pipeline is None:
+            total = _accumulate(parts, batches, share)
+        else:
+            total = parts.pipeline.forward_backward(batches, share)
+    if parts.tied is not None:
+        parts.tied.sum_gradients()
     counted = [parameter for name, parameter in parts.parameters.items() if name in parts.counted]
     squared = gradients.squared_norm(gradients.local_gradients(counted))
     loss_value, norm = _whole(parts.mesh, total, squared)
     applied = math.isfinite(loss_value) and math.isfinite(norm)
     if applied:
-        if parts.gradient_clip is not None and norm > parts.gradient_clip:
+        if parts.gradient_clip is not None:
             found = gradients.local_gradients(parts.parameters.values())
-            gradients.scale(found, parts.gradient_clip / norm)
+            gradients.scale(found, gradients.clip_factor(norm, parts.gradient_clip))
         parts.optimizer.step()
     parts.optimizer.zero_grad(set_to_none=True)
     return StepResult(loss=loss_value, gradient_norm=norm, applied=applied)
+
+
+def _accumulate(parts: Parts, batches: Sequence[MicroBatch], share: float) -> Tensor:
+    """Forward and backward over the micro-batches; the sum of their losses, each multiplied with `share`."""
+    (model,), (data_parallel,) = parts.stages, parts.data_parallel
+    total = torch.zeros((), dtype=torch.float64, device=parts.device)
+    for index, batch in enumerate(batches):
+        data_parallel.begin_micro_batch(last=index == len(batches) - 1)
+        loss = summed_loss(model(batch.inputs), batch.labels) * share
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    return total
 
 
 def _whole(mesh: Mesh, loss: Tensor, squared: Tensor) -> tuple[float, float]:
@@ -94,7 +114,7 @@ def _whole(mesh: Mesh, loss: Tensor, squared: Tensor) -> tuple[float, float]:
     Each sample's loss and each logical parameter is counted once: only one rank of those that hold the same
     contributes.
     """
-    values = torch.stack((loss.double(), squared.to(loss.device)))
+    values = torch.stack((loss, squared.to(loss.device)))
     if not mesh.speaks_for_samples:
         values[0] = 0.0
     if mesh.whole.size() > 1:

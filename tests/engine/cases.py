@@ -20,7 +20,7 @@ _BASE: dict[str, Any] = {
         "num_key_value_heads": 2,
         "vocab_size": 96,
         "max_position_embeddings": 64,
-        "initializer_range": 0.3,
+        "initializer_range": 0.25,
     },
     "cluster": {"device": "cpu", "gpus_per_node": 2, "gpu": {"name": "CPU", "memory_gib": 4}},
     "parallel": {"data": 1},

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from models.registry import family
 from tests.engine import reference
@@ -28,6 +27,8 @@ class Case:
     """Changes to the tiny configuration."""
     mask: Mask = "none"
     recipe: Recipe = PLAIN
+    double: bool = False
+    """Whether everything is computed in FP64, where differences of order vanish and mistakes do not."""
 
     def plan(self) -> Any:
         """The plan, with the recipe's optimizer."""
@@ -62,24 +63,49 @@ def batches(case: Case) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def run_cases(rank: int, world: int, cases: list[Case]) -> list[tuple[dict[str, Tensor], Trace]]:
-    """For every case: the initial weights and what came of the training, whole tensors (collective, on every rank)."""
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of a tensor."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+    start: tuple[int, ...]
+    values: Tensor
+
+
+@dataclass
+class RankTrace:
+    """What one rank saw of a training."""
+
+    initial: dict[str, Part] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Part]] = field(default_factory=list)
+    weights: dict[str, Part] = field(default_factory=dict)
+
+
+def run_cases(rank: int, world: int, cases: list[Case]) -> list[RankTrace]:
+    """Train every case (collective); each rank gives back its own parts, so that replicas can be compared."""
     return [_run(case) for case in cases]
 
 
-def _run(case: Case) -> tuple[dict[str, Tensor], Trace]:
+def _run(case: Case) -> RankTrace:
     from orchestrator.engine.build import build
     from orchestrator.engine.mesh import build_mesh
+    from orchestrator.engine.precision import MASTER
+    from orchestrator.engine.state import saved_parameters
     from orchestrator.engine.step import MicroBatch, train_step
 
     plan = case.plan()
     mesh = build_mesh(plan.parallel, "cpu")
+    MASTER["fp32"] = torch.float64 if case.double else torch.float32
     parts = build(plan, mesh, torch.device("cpu"))
-    initial = {name: whole(parameter.detach()) for name, parameter in parts.parameters.items()}
-    trace = Trace()
+    # A tied weight's copy on the last stage goes by its original's name: the two must be the same bits.
+    parameters = saved_parameters(parts)
+    trace = RankTrace(initial={name: _part(parameter.detach()) for name, parameter in parameters.items()})
 
     def keep_gradients(*_: Any) -> None:
-        trace.gradients.append({name: whole(p.grad) for name, p in parts.parameters.items()})
+        trace.gradients.append({name: _part(p.grad) for name, p in parameters.items()})
 
     parts.optimizer.register_step_pre_hook(keep_gradients)
     size = plan.config.training.micro_batch_size
@@ -90,13 +116,40 @@ def _run(case: Case) -> tuple[dict[str, Tensor], Trace]:
         result = train_step(parts, micro, int((labels != IGNORED).sum()))
         trace.losses.append(result.loss)
         trace.norms.append(result.gradient_norm)
-    trace.weights = {name: whole(parameter.detach()) for name, parameter in parts.parameters.items()}
-    return initial, trace
+    trace.weights = {name: _part(parameter.detach()) for name, parameter in parameters.items()}
+    if parts.tied is not None and len(parts.tied.held) == 2:
+        assert torch.equal(*(_part(parameter).values for parameter in parts.tied.held))
+    return trace
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor behind a distributed one, a copy."""
-    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
+def _part(tensor: Tensor) -> Part:
+    from orchestrator.engine.gradients import local
+    from orchestrator.engine.initialise import offsets
+
+    return Part(tuple(tensor.shape), tuple(offsets(tensor)), local(tensor).detach().clone())
+
+
+def together(ranks: list[RankTrace]) -> tuple[dict[str, Tensor], Trace]:
+    """Initial weights and trace of the whole model. Fails where ranks hold the same elements but not the same bits."""
+    trace = Trace(losses=ranks[0].losses, norms=ranks[0].norms)
+    trace.gradients = [_whole([rank.gradients[step] for rank in ranks]) for step in range(len(ranks[0].gradients))]
+    trace.weights = _whole([rank.weights for rank in ranks])
+    return _whole([rank.initial for rank in ranks]), trace
+
+
+def _whole(ranks: list[dict[str, Part]]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    filled: dict[str, Tensor] = {}
+    for rank in ranks:
+        for name, part in rank.items():
+            whole = found.setdefault(name, torch.zeros(part.shape, dtype=part.values.dtype))
+            there = filled.setdefault(name, torch.zeros(part.shape, dtype=torch.bool))
+            place = tuple(slice(low, low + n) for low, n in zip(part.start, part.values.shape, strict=True))
+            held = there[place]
+            assert torch.equal(whole[place][held], part.values[held]), f"ranks hold different values of {name}"
+            whole[place], there[place] = part.values, True
+    assert all(bool(there.all()) for there in filled.values()), "some elements are on no rank"
+    return found
 
 
 def expected(case: Case, initial: dict[str, Tensor]) -> Trace:
@@ -106,5 +159,7 @@ def expected(case: Case, initial: dict[str, Tensor]) -> Trace:
     config = case.plan().config
     module, name = family(config.model.family).module.split(":")
     model = getattr(importlib.import_module(module), name)(config.model)
+    if case.double:
+        model.double()
     torch.set_num_threads(1)
     return reference.train(model, initial, batches(case), case.recipe)

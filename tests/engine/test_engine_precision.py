@@ -37,7 +37,7 @@ def _observe(case: Case) -> dict[str, Any]:
     def reduced(*_: Any) -> None:
         seen["gradients"] = {local(p.grad).dtype for p in parts.parameters.values() if p.grad is not None}
 
-    parts.model.get_submodule("layers.0.mlp.down_proj").register_forward_hook(computed)
+    parts.stages[0].get_submodule("layers.0.mlp.down_proj").register_forward_hook(computed)
     parts.optimizer.register_step_pre_hook(reduced)
     for inputs, labels in batches(case):
         own = inputs.shape[0] // mesh.data_ranks
