@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from orchestrator.config.schema import RunConfig, Schedule
 from orchestrator.plan import stages
 from orchestrator.plan.activations import BlockActivations, block_activations
+from orchestrator.plan.collectives import collective_seconds
 from orchestrator.plan.compute import block_seconds, head_seconds
 from orchestrator.plan.constants import FITTED
 from orchestrator.plan.device import device_of
@@ -22,6 +23,7 @@ from orchestrator.plan.run_plan import ParallelFacts, RankMemory
 from orchestrator.plan.search_space import RECOMPUTE, Candidate, Course, Recompute, Split, asked_for
 from orchestrator.plan.step_seconds import bubble_turns, step_seconds
 from orchestrator.plan.timeline import peak_kept
+from orchestrator.plan.traffic import context_transfers, tensor_transfers
 from orchestrator.plan.work import Work, work_of
 
 
@@ -34,6 +36,8 @@ class _Turn:
     """With recomputation."""
     head_forward: float
     head_backward: float
+    traffic: float
+    """Tensor- and context-parallel traffic of one block that is not hidden."""
 
     def ratios(self, layers: int) -> tuple[float, ...]:
         """Every backward/forward ratio, in steps of a half, that a rank of at least `layers` layers can have, with or
@@ -56,6 +60,8 @@ class Evaluator:
         self.capacity_bytes = int(self.config.cluster.gpu.memory_gib * 2**30)
         self._cuts: dict[tuple[int, int, bool, int], tuple[tuple[int, int], ...]] = {}
         self._works: dict[str, Work] = {}
+        self._last: tuple[Candidate, Work] | None = None
+        self._fewest: dict[tuple[int, int, bool, int], int] = {}
         self._states: dict[tuple[Split, int, bool], tuple[float, float]] = {}
         self._blocks: dict[tuple[int, int, int, str], BlockActivations] = {}
         self._budget_bytes = (self.capacity_bytes - self.profile.context_bytes) / (1 + self.profile.reserve_share)
@@ -98,7 +104,12 @@ class Evaluator:
         return self._cuts[key]
 
     def work(self, candidate: Candidate) -> Work:
-        """What one GPU of the candidate has to do."""
+        """What one GPU of the candidate has to do. The last one is remembered: bytes follow seconds."""
+        if self._last is None or self._last[0] is not candidate:
+            self._last = (candidate, self._work(candidate))
+        return self._last[1]
+
+    def _work(self, candidate: Candidate) -> Work:
         split, course = candidate.split, candidate.course
         facts = self.facts(candidate)
         like = self._works.get(course.recompute)
@@ -187,12 +198,30 @@ class Evaluator:
             block = block_seconds(work, self.profile, self.device, FITTED)
             head = head_seconds(work, self.device, FITTED)
             self._turns[key] = _Turn(
-                block.forward, block.backward + block.recomputed, head.forward, head.backward + head.recomputed
+                block.forward,
+                block.backward + block.recomputed,
+                head.forward,
+                head.backward + head.recomputed,
+                self._block_traffic(work),
             )
         return self._turns[key]
 
+    def _block_traffic(self, work: Work) -> float:
+        """Seconds of one block's and one micro-batch's exposed traffic; 0 where a rate is not known."""
+        once = replace(work, parallel=replace(work.parallel, micro_batches=1))
+        exposed = 0.0
+        for transfers, share in (
+            (tensor_transfers(once, 1, 0), 1 - FITTED.tensor_hidden if self.profile.overlaps_tensor else 1.0),
+            (context_transfers(once, 1), FITTED.context_exposed if self.profile.overlaps_context else 1.0),
+        ):
+            for each in transfers:
+                seconds = collective_seconds(each.kind, each.whole_bytes, each.calls, each.group, self.device, FITTED)
+                exposed += share * (seconds or 0.0)
+        return exposed
+
     def floor_seconds(self, candidate: Candidate) -> float:
-        """What the step takes at least: computation spread evenly over the pipeline, and the bubble this leaves."""
+        """What the step takes at least: computation spread evenly over the pipeline, the traffic of its blocks on the
+        rank with the fewest, and the bubble this leaves."""
         if self.device.peak_flops is None or self.device.memory_rate is None or self.device.attention_flops is None:
             return 0.0
         split, course = candidate.split, candidate.course
@@ -204,4 +233,17 @@ class Evaluator:
                 for ratio in turn.ratios(layers // split.pipeline)
             )
         whole = layers * (turn.forward + turn.backward) + turn.head_forward + turn.head_backward
-        return whole / split.pipeline * (count + idle)
+        traffic = turn.traffic * self._fewest_layers(split.pipeline, course) if turn.traffic else 0.0
+        return (whole / split.pipeline + traffic) * (count + idle)
+
+    def _fewest_layers(self, pipeline: int, course: Course) -> int:
+        """Layers of the pipeline rank that holds the fewest."""
+        key = (pipeline, course.virtual_stages, course.schedule in stages.V_SHAPED, course.micro_batch_size)
+        if key not in self._fewest:
+            layers = [end - start for start, end in self._cut(pipeline, course)]
+            held = (
+                stages.stages_of_rank(rank, pipeline, course.virtual_stages, course.schedule)
+                for rank in range(pipeline)
+            )
+            self._fewest[key] = min(sum(layers[stage] for stage in numbers) for numbers in held)
+        return self._fewest[key]
