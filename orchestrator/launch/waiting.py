@@ -13,6 +13,8 @@ from orchestrator.plan.run_plan import RunPlan
 
 _AGAIN_SECONDS = 1.0
 """Between two looks at what is free."""
+_QUIET_SECONDS = 2.0
+"""What an attempt before has held is free again within about a second; nobody needs to hear of that."""
 
 
 class PlacementWait:
@@ -39,7 +41,7 @@ class PlacementWait:
             if not fits_when_free(attempt.nodes(), need_of(self._plan)) or waited >= self._limit_seconds:
                 raise
             reason = error.problems[0].message
-            if reason != self._told:
+            if reason != self._told and waited >= _QUIET_SECONDS:
                 self._told = reason
                 observe({"kind": "waiting", "reason": reason, "limit_seconds": self._limit_seconds})
             return False

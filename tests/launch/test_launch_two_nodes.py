@@ -171,11 +171,13 @@ def test_a_plan_that_only_does_not_fit_now_waits_with_a_reason_and_a_limit(two_n
         from orchestrator.launch.request import LaunchRequest
         from orchestrator.launch.waiting import PlacementWait
 
-        wait = PlacementWait(plan, 1)
+        wait = PlacementWait(plan, 5)
         attempt = RayAttempt(LaunchRequest(plan, "/nowhere", 0.0), ray, None, 1, {})
         assert sorted(node.slots_free for node in attempt.nodes()) == [1, 2]
         assert not wait.attempt(100.0, attempt, reasons.append)
+        assert reasons == []
+        assert not wait.attempt(103.0, attempt, reasons.append)
         with pytest.raises(PlacementError, match="Others hold the rest now"):
-            wait.attempt(101.5, attempt, reasons.append)
+            wait.attempt(105.5, attempt, reasons.append)
     assert [reason["kind"] for reason in reasons] == ["waiting"]
     assert "needs 4 CPU slots; 2 nodes hold" in reasons[0]["reason"]
