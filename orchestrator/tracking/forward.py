@@ -9,6 +9,7 @@ when its parent says so or is gone. `python -m orchestrator.tracking.forward RUN
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -62,6 +63,8 @@ class Forwarder:
     def finish(self, timeout: float = FINISH_SECONDS) -> TrackingResult:
         """Let it send what is left, `summary.json` included, for at most `timeout` seconds. Never raises for MLflow."""
         deadline = time.monotonic() + timeout
+        # From here, because over there it may be deep in MLflow's imports, and slow to hear of it at its low priority.
+        set_priority(self.pid, 0)
         if self._process.stdin is not None:
             try:
                 self._process.stdin.write(_FINISH + b" %f\n" % timeout)
@@ -108,6 +111,15 @@ def start_forwarder(run_directory: str | os.PathLike[str], *, nice: int = LOWEST
             start_new_session=True,
         )
     return Forwarder(folder, uri, process)
+
+
+def set_priority(pid: int, nice: int) -> None:
+    """Low (19) while training runs, 0 when it is over and a user waits; as far as the system allows."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, nice)
+    with contextlib.suppress(OSError):
+        # Linux shares the CPU between sessions first (autogroups), and the forwarder has one of its own.
+        Path(f"/proc/{pid}/autogroup").write_text(str(nice))
 
 
 def tracking_result(folder: Path, uri: str) -> TrackingResult:

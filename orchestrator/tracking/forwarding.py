@@ -6,7 +6,6 @@ to try again and when to give up. MLflow is imported at the first turn that has 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from orchestrator.tracking.forward import set_priority
 from orchestrator.tracking.identity import flatten
 from orchestrator.tracking.ledger import open_ledger, read_ledger, write_ledger
 from orchestrator.tracking.metrics_log import REWOUND_NAME, read_records
@@ -298,7 +298,6 @@ class _Parent:
         now = time.monotonic()
         if word.startswith(b"finish "):
             self.deadline = now + float(word.split()[1])
-            _set_priority(0)
         elif not word:
             self._gone = True
             self.deadline = min(self.deadline or now + _ORPHAN_SECONDS, now + _ORPHAN_SECONDS)
@@ -308,19 +307,10 @@ class _Parent:
 
 def _live_quietly(nice: int) -> None:
     """Lowest priority, deaf to Ctrl-C: the parent decides when this ends, and until then training comes first."""
-    _set_priority(nice)
+    set_priority(os.getpid(), nice)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _set_up_environment()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-
-def _set_priority(nice: int) -> None:
-    """Low (19) while training runs, 0 when it is over and a user waits; as far as the system allows."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, nice)
-    with contextlib.suppress(OSError):
-        # Linux shares the CPU between sessions first (autogroups), and this process has one of its own.
-        Path("/proc/self/autogroup").write_text(str(nice))
 
 
 def _set_up_environment() -> None:

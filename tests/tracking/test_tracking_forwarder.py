@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.tracking.forward import start_forwarder
+from orchestrator.tracking.forward import set_priority, start_forwarder
 from orchestrator.tracking.ledger import read_ledger
 from orchestrator.tracking.run_directory import RunDirectory
 from tests.tracking.runs import end, new_run, once, only_run, points, record, rewind, runs_of, wait_until
@@ -130,6 +130,11 @@ def test_the_forwarder_has_the_lowest_priority_and_imports_mlflow_only_when_ther
     process = psutil.Process(forwarder.pid)
     wait_until(lambda: process.nice() == 19, "the forwarder has set its priority")
     assert not any("mlflow" in entry.path for entry in process.memory_maps())
+    session = Path(f"/proc/{forwarder.pid}/autogroup")
+    if session.exists():
+        wait_until(lambda: session.read_text().split()[-1] == "19", "its session has that priority too")
+        set_priority(forwarder.pid, 0)
+        assert session.read_text().split()[-1] == "0", "at the end it can be hurried by anyone"
     forwarder.kill()
 
 
@@ -158,7 +163,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 _START_AND_WAIT = """
 import sys
-from orchestrator.tracking.forward import start_forwarder
+from orchestrator.tracking.forward import set_priority, start_forwarder
 print(start_forwarder(sys.argv[1], nice=0).pid, flush=True)
 sys.stdin.read()
 """
