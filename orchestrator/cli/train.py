@@ -8,6 +8,7 @@ where everything lies. The run's folder is the last line on stdout.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.cli import closing
@@ -74,13 +75,8 @@ def _launch_and_record(plan: RunPlan, directory: RunDirectory, invocation: Invoc
     forwarder = start_forwarder(directory.path)
     try:
         with make_progress(steps) as progress:
-
-            def observe(event: dict[str, Any]) -> None:
-                if event["kind"] == "placement":
-                    directory.write_json("placement.json", event["table"])
-                progress.observe(event)
-
-            outcome = launch(LaunchRequest(plan, str(directory.path), started), observe)
+            kept = _PlacementKeeper(directory, progress.observe)
+            outcome = launch(LaunchRequest(plan, str(directory.path), started), kept.observe)
     except BaseException:
         forwarder.kill()  # nothing was started, so nothing was recorded
         directory.record_attempts(())
@@ -99,6 +95,30 @@ def _launch_and_record(plan: RunPlan, directory: RunDirectory, invocation: Invoc
         print_problems(_with_traceback(outcome, directory), opening=closing.problems_opening(outcome.status))
     print(directory.path, flush=True)
     return outcome.status
+
+
+class _PlacementKeeper:
+    """Writes `placement.json` as soon as something is known, so that it is there however the run ends."""
+
+    def __init__(self, directory: RunDirectory, observe: Callable[[dict[str, Any]], None]) -> None:
+        self._directory = directory
+        self._observe = observe
+        self._table: list[dict[str, Any]] = []
+
+    def observe(self, event: dict[str, Any]) -> None:
+        """Keep where the ranks are (`placement`) and which processes they are (`ready`); hand the event on."""
+        if event["kind"] == "placement":
+            self._table = [dict(entry) for entry in event["table"]]
+            self._directory.write_json("placement.json", self._table)
+        elif event["kind"] == "ready":
+            found = {identity["rank"]: identity for identity in event["ranks"]}
+            self._table = [{**entry, **_process(found.get(entry["rank"], {}))} for entry in self._table]
+            self._directory.write_json("placement.json", self._table)
+        self._observe(event)
+
+
+def _process(identity: dict[str, Any]) -> dict[str, Any]:
+    return {"host": identity.get("host"), "pid": identity.get("pid"), "device_name": identity.get("device")}
 
 
 def _record(plan: RunPlan, directory: RunDirectory, outcome: LaunchOutcome) -> dict[str, Any]:

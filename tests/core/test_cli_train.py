@@ -36,6 +36,8 @@ class FakeLaunch:
     def __call__(self, request: LaunchRequest, observe: Callable[[dict[str, Any]], None]) -> LaunchOutcome:
         self.requests.append(request)
         observe({"kind": "placement", "attempt": 1, "table": TABLE})
+        ranks = [{"rank": rank, "host": "host", "pid": 100 + rank, "device": "cpu"} for rank in (0, 1)]
+        observe({"kind": "ready", "attempt": 1, "ranks": ranks})
         log = MetricsLog(Path(request.run_directory) / "metrics.jsonl")
         for step in range(1, self.steps + 1):
             record = {"step": step, "attempt": 1, "loss": 5.0 - step, "tokens": 512, "step_seconds": 0.5,
@@ -109,7 +111,9 @@ def test_a_finished_run_says_where_everything_is_and_its_folder_last(train, tmp_
     assert f"{folder}/summary.json" in text
     assert "mlflow ui --backend-store-uri sqlite:////tmp/m.db" in text
     assert "run-id-1" in text
-    assert json.loads((folder / "placement.json").read_text()) == TABLE
+    assert json.loads((folder / "placement.json").read_text()) == [
+        {**entry, "host": "host", "pid": 100 + entry["rank"], "device_name": "cpu"} for entry in TABLE
+    ]
 
 
 def test_the_validation_loss_stands_beside_that_of_a_bigram_model(train) -> None:
