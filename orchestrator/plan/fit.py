@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from orchestrator.config.schema import ClusterConfig, RunConfig
 from orchestrator.errors import Problem
@@ -50,8 +50,11 @@ def host_shortage(memories: Sequence[RankMemory], cluster: ClusterConfig) -> tup
     return host / (limit * _GIB), f"a node's host needs {gib(host)}, it has {gib(limit * _GIB)}"
 
 
-def fit_problems(config: RunConfig, memory: MemoryPlan) -> tuple[Problem, ...]:
-    """At most one problem for the GPU's memory and one for the host's. `config` has a uniform cluster."""
+def fit_problems(config: RunConfig, memory: MemoryPlan, remedy: Callable[[], str]) -> tuple[Problem, ...]:
+    """At most one problem for the GPU's memory and one for the host's.
+
+    `config` has a uniform cluster; `remedy` is asked for only when the GPU's memory is too small.
+    """
     problems = []
     over = over_capacity(memory)
     if over is not None:
@@ -63,34 +66,18 @@ def fit_problems(config: RunConfig, memory: MemoryPlan) -> tuple[Problem, ...]:
             Problem(
                 "cluster.gpu.memory_gib",
                 f"{where} {what} {gib(need)} ({parts}); {config.cluster.gpu.name} holds {gib(memory.capacity_bytes)}.",
-                _remedy(config, rank),
+                remedy(),
             )
         )
     host = max((rank.host_bytes or 0) for rank in memory.pipeline_ranks) * config.cluster.gpus_per_node
     limit = config.cluster.host_memory_gib
-    if limit is not None and host > limit * 2**30:
+    if limit is not None and host > limit * _GIB:
         problems.append(
             Problem(
                 "cluster.host_memory_gib",
                 f"parallel.offload={config.parallel.offload} keeps {gib(host)} in the memory of a node "
-                f"({config.cluster.gpus_per_node} GPUs), and the node has {gib(limit * 2**30)}.",
+                f"({config.cluster.gpus_per_node} GPUs), and the node has {gib(limit * _GIB)}.",
                 "Use parallel.offload=none, more nodes, or a higher parallel.zero_stage over more ranks.",
             )
         )
     return tuple(problems)
-
-
-def _remedy(config: RunConfig, rank: RankMemory) -> str:
-    """Changes that make the largest categories smaller, in the order of their effect."""
-    parallel, training = config.parallel, config.training
-    states = rank.persistent_bytes + (rank.gathered_bytes or 0)
-    activations = (rank.activations_bytes or 0) + (rank.logits_bytes or 0)
-    shard = [f"parallel.zero_stage={stage}" for stage in range(parallel.zero_stage + 1, 4)]
-    smaller = (
-        ["training.micro_batch_size=" + str(training.micro_batch_size // 2)] if training.micro_batch_size > 1 else []
-    )
-    if training.activation_checkpointing != "full":
-        smaller.append("training.activation_checkpointing=full")
-    split = ["more parallel.tensor or parallel.pipeline", "more GPUs"]
-    options = [*shard, *smaller, *split] if states >= activations else [*smaller, *shard, *split]
-    return f"Try {', '.join(options[:-1])} or {options[-1]}; `search` lists the plans that fit."

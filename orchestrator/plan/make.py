@@ -17,12 +17,14 @@ from orchestrator.plan import batch
 from orchestrator.plan.auto import resolve
 from orchestrator.plan.cost import cost_plan, step_time
 from orchestrator.plan.facts import Facts, derive
-from orchestrator.plan.fit import fit_problems
+from orchestrator.plan.fit import fit_problems, gpu_shortage, host_shortage
 from orchestrator.plan.inventory import uniform_cluster
 from orchestrator.plan.layout import place_ranks
 from orchestrator.plan.memory import checkpoint_bytes, rank_memories
 from orchestrator.plan.profiles import profile_named
+from orchestrator.plan.remedy import fitting_changes
 from orchestrator.plan.run_plan import MemoryPlan, ModelFacts, ParallelFacts, RunPlan
+from orchestrator.plan.system_profile import SystemProfile
 from orchestrator.plan.validate import rules, size_rules
 
 _GIB = 2**30
@@ -93,6 +95,19 @@ def parallel_facts(facts: Facts) -> ParallelFacts:
     )
 
 
+def _peak(config: RunConfig, profile: SystemProfile) -> int | None:
+    """Bytes that the fullest rank of a configuration needs; None when a rule refuses it or it does not fit."""
+    facts = derive(config)
+    if any(size_rules.absurd_sizes(config)) or rules.check(facts) or facts.nodes is None:
+        return None
+    uniform = config.model_copy(update={"cluster": uniform_cluster(config.cluster, facts.nodes)})
+    memories = rank_memories(uniform, parallel_facts(facts), profile)
+    capacity = int(uniform.cluster.gpu.memory_gib * _GIB)
+    if gpu_shortage(memories, capacity) or host_shortage(memories, uniform.cluster):
+        return None
+    return max(memory.total_bytes or memory.persistent_bytes for memory in memories)
+
+
 def _priced(plan: RunPlan, facts: Facts, parallel: ParallelFacts) -> RunPlan:
     """The plan with memory, time, cost and the table of ranks."""
     config, profile = plan.config, profile_named(plan.profile)
@@ -128,6 +143,6 @@ def _priced(plan: RunPlan, facts: Facts, parallel: ParallelFacts) -> RunPlan:
         traffic=traffic,
         cost=cost_plan(uniform, parallel, time),
         ranks=place_ranks(degrees, facts.inventory),
-        problems=fit_problems(uniform, memory),
+        problems=fit_problems(uniform, memory, lambda: fitting_changes(config, lambda tried: _peak(tried, profile))),
         warnings=tuple(warnings),
     )

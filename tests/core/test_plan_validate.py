@@ -281,7 +281,7 @@ REFUSALS = (
         "cluster.gpu.memory_gib",
         ("GiB", "optimizer", "A100-80GB holds 79.2 GiB"),
         ("parallel.zero_stage=1", "search"),
-        model=cases.LLAMA2_70B,
+        model=cases.LLAMA_7B,
     ),
     Refusal(
         "an absurd width",
