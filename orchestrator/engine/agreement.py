@@ -1,7 +1,7 @@
-"""The one small integer collective of a step: what all ranks must know alike before they compute.
+"""What all ranks must know alike: that they read the same text, once, and then one small integer collective a step.
 
-It carries the valid tokens of every data rank (the divisor of the loss), the sample ids that every data rank is about
-to read (for the record), and two flags: whether any rank was asked to stop, and whether rank 0's clock wants a
+The step's carries the valid tokens of every data rank (the divisor of the loss), the sample ids that every data rank is
+about to read (for the record), and two flags: whether any rank was asked to stop, and whether rank 0's clock wants a
 checkpoint. It runs on the host over gloo, so that a GPU is never waited for.
 """
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.engine.mesh import Mesh
+from orchestrator.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,26 @@ class Agreement:
     def tokens(self) -> int:
         """Valid tokens of the whole global batch."""
         return sum(self.tokens_per_data_rank)
+
+
+def require_same_data(mesh: Mesh, fingerprint: str) -> None:
+    """Refuse to train when the ranks' datasets are not the same (collective): sample ids would mean other text on each.
+
+    Raises ConfigError on every rank, naming those that differ from rank 0.
+    """
+    own = torch.tensor([int(fingerprint[:15], 16)], dtype=torch.int64)  # 60 of its 128 bits
+    found = [torch.zeros_like(own) for _ in range(mesh.whole.size())]
+    dist.all_gather(found, own)
+    others = [rank for rank, value in enumerate(found) if not torch.equal(value, found[0])]
+    if others:
+        raise ConfigError(
+            Problem(
+                "data.source",
+                f"Rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} read other training text than rank 0: "
+                "files or tokenizer differ between machines (the standard library does between Python versions).",
+                "Use the same Python everywhere, or data.source=text with a data.path that is alike on all machines.",
+            )
+        )
 
 
 def agree(mesh: Mesh, sample_ids: npt.NDArray[np.int64], tokens: int, *, stop: bool, save: bool) -> Agreement:

@@ -19,6 +19,7 @@ from typing import Any
 from orchestrator.checkpoint.store import CheckpointWriter
 from orchestrator.data.dataset import open_tokens
 from orchestrator.data.order import SampleOrder
+from orchestrator.engine.agreement import require_same_data
 from orchestrator.engine.build import build
 from orchestrator.engine.compute import describe_device, peak_memory_bytes, prepare_process
 from orchestrator.engine.feed import Feed
@@ -84,6 +85,7 @@ def _set_up(task: RankTask, link: RankLink, timings: Timings) -> tuple[Run, Prog
     with timings.of("data"):
         dataset = open_tokens(config, "train")
         held_out = open_tokens(config, "validation")
+        require_same_data(mesh, dataset.fingerprint)
     link.beat("loading", 0)
     with timings.of("load"):
         log = MetricsLog(Path(task.run_directory) / "metrics.jsonl") if task.rank == 0 else None
