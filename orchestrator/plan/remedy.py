@@ -93,8 +93,14 @@ def _first_fit(config: RunConfig, changes: list[Change], peak_of: PeakOf) -> str
     for change in changes:
         peak = peak_of(changed(config, change))
         if peak is not None:
-            return f"{' '.join(f'{key}={_typed(value)}' for key, value in change.items())} ({gib(peak)})"
+            new = {key: value for key, value in change.items() if value != _current(config, key)}
+            return f"{' '.join(f'{key}={_typed(value)}' for key, value in new.items())} ({gib(peak)})"
     return None
+
+
+def _current(config: RunConfig, key: str) -> object:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
 
 
 def _typed(value: object) -> str:
