@@ -170,7 +170,10 @@ def _unknown_option(group: str, option: str, offered: list[str], config_director
         extra = f" {config_directory / group / option}.yml is not read: rename it to {option}.yaml."
     what = "experiment" if group == "experiment" else f"option of the group {group}"
     return Problem(
-        group, f"There is no {what} `{option}`.{extra}", (hint + " " if hint else "") + _choose_from(group, offered)
+        group,
+        f"There is no {what} `{option}`.{extra}",
+        f"{hint + ' ' if hint else ''}{_choose_from(group, offered)} To add one, write {group}/{option}.yaml in a folder "
+        "of your own and name it with --config-dir.",
     )
 
 
