@@ -172,8 +172,8 @@ def _unknown_option(group: str, option: str, offered: list[str], config_director
     return Problem(
         group,
         f"There is no {what} `{option}`.{extra}",
-        f"{hint + ' ' if hint else ''}{_choose_from(group, offered)} To add one, write {group}/{option}.yaml in a folder "
-        "of your own and name it with --config-dir.",
+        f"{hint + ' ' if hint else ''}{_choose_from(group, offered)} To add one, write {group}/{option}.yaml in a "
+        "folder of your own and name it with --config-dir.",
     )
 
 
