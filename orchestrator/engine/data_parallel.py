@@ -8,6 +8,7 @@ tokens. Every parameter becomes a DTensor, so that optimizer, checkpoint and cou
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -79,6 +80,8 @@ def apply_data_parallel(
     device = mesh.whole.device_type
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if parallel.offload == "all" else OffloadPolicy()
     options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
+    # Embeddings behind tensor parallelism return views. Nothing of ours changes a module's output in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     split = parallel.pipeline > 1 and parallel.schedule in SPLIT_SCHEDULES
     zero_stage = min(parallel.zero_stage, 1) if split else parallel.zero_stage
     if zero_stage == 0:

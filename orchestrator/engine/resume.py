@@ -79,7 +79,7 @@ def _open(path: str, key: str) -> Checkpoint:
 def _with_record(resumed: Resumed, log: MetricsLog) -> Resumed:
     """Losses that the record knows, so that a run with no step left to do can still say how it ended."""
     loss = validation_loss = None
-    for record in read_records(log.path):
+    for record in read_records(log.path, lists=False):
         loss = record["loss"]
         validation_loss = record.get("validation_loss", validation_loss)
     return Resumed(

@@ -21,16 +21,28 @@ class Limit:
     key: str
     value: Callable[[RunConfig, RunPlan], Any]
     runs: tuple[Any, ...]
+    beside: str = ""
+    """The other setting without which it would run, for the message."""
 
 
 LIMITS: tuple[Limit, ...] = (
-    Limit("parallel.tensor", lambda config, plan: config.parallel.tensor, (1,)),
-    Limit("parallel.pipeline", lambda config, plan: config.parallel.pipeline, (1,)),
+    *(
+        Limit(key, value, (0.0,), " beside parallel.tensor above 1")
+        for key, value in (
+            ("model.attention_dropout", lambda config, plan: _with_tensor(config, config.model.attention_dropout)),
+            ("model.resid_pdrop", lambda config, plan: _with_tensor(config, config.model.resid_pdrop)),
+        )
+    ),
     Limit("parallel.context", lambda config, plan: config.parallel.context, (1,)),
     Limit("training.precision", lambda config, plan: config.training.precision, ("fp32", "bf16_mixed", "bf16_pure")),
     Limit("checkpoint.init_from", lambda config, plan: config.checkpoint.init_from, (None,)),
 )
 """Everything the engine does not run in every form; remove a line when it does."""
+
+
+def _with_tensor(config: RunConfig, value: float) -> float:
+    """Masks of tensor ranks must be alike on what they hold alike and differ elsewhere; one stream cannot do both."""
+    return value if config.parallel.tensor > 1 else 0.0
 
 
 def _shown(value: Any) -> str:
@@ -49,7 +61,7 @@ def engine_problems(plan: RunPlan) -> tuple[Problem, ...]:
             problems.append(
                 Problem(
                     limit.key,
-                    f"{_shown(value)} can be planned, but this version of the engine does not run it yet.",
+                    f"{_shown(value)}{limit.beside} can be planned, but this version of the engine does not run it yet.",
                     f"Use {allowed} to train; `plan` and `search` take it as it is.",
                 )
             )
