@@ -41,7 +41,7 @@ LIMITS: tuple[Limit, ...] = (
 
 
 def _with_tensor(config: RunConfig, value: float) -> float:
-    """Masks of tensor ranks must be alike on what they hold alike and differ elsewhere; one stream cannot do both."""
+    """Masks must be alike on what tensor ranks hold alike and differ elsewhere; one random stream cannot do both."""
     return value if config.parallel.tensor > 1 else 0.0
 
 
@@ -61,7 +61,8 @@ def engine_problems(plan: RunPlan) -> tuple[Problem, ...]:
             problems.append(
                 Problem(
                     limit.key,
-                    f"{_shown(value)}{limit.beside} can be planned, but this version of the engine does not run it yet.",
+                    f"{_shown(value)}{limit.beside} can be planned, but this version of the engine does not run it "
+                    "yet.",
                     f"Use {allowed} to train; `plan` and `search` take it as it is.",
                 )
             )
