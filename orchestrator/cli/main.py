@@ -39,6 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`| head`) has seen enough. Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception:
+        import traceback
+
+        traceback.print_exc()
+        print("This is a defect of the program, not of what you asked: please report the lines above.", file=sys.stderr)
+        return FAILED
 
 
 def _dispatch(invocation: Invocation) -> int:

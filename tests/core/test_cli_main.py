@@ -199,6 +199,16 @@ def test_an_interrupt_leaves_no_traceback(say, monkeypatch: pytest.MonkeyPatch) 
     assert "the same command" in said.err
 
 
+def test_a_defect_is_called_one_and_is_no_refusal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.cli.plan.plan_of", lambda invocation: 1 / 0)
+    assert main(["plan"]) == 3
+    told = capsys.readouterr().err
+    assert "ZeroDivisionError" in told
+    assert "defect of the program" in told
+
+
 BLOCKED = """
 import sys
 class Refuse:
