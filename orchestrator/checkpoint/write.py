@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import time
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator
@@ -23,10 +24,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from orchestrator.checkpoint.folder import TEMPORARY, Checkpoint, apply_retention, commit, sync_folder
-from orchestrator.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, record_file, step_name
+from orchestrator.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, faults_of, record_file, step_name
 from orchestrator.checkpoint.ranks import CheckpointError, Ranks
 
 _LOG = logging.getLogger(__name__)
+
+_VISIBLE_SECONDS = 70.0
+"""Longer than NFS keeps a folder's entries (60 s by default)."""
+_PAUSE_SECONDS = 0.5
 
 
 def save(
@@ -103,19 +108,25 @@ def _own_records(temporary: Path, ranks: Ranks) -> list[FileRecord]:
 
 
 def _commit(temporary: Path, folder: Path, manifest: Manifest) -> Path:
-    present = {path.name for path in temporary.iterdir()}
-    recorded = {record.path for record in manifest.files}
-    if present != recorded:
-        # Ranks that do not see one another's files would commit a checkpoint that nobody can load.
-        raise OSError(
-            f"{temporary} holds {sorted(present)}, the ranks wrote {sorted(recorded)}: is it one folder for all nodes?"
-        )
+    _wait_for_files(temporary, manifest)
     with (temporary / MANIFEST_NAME).open("w", encoding="utf-8") as stream:
         stream.write(manifest.to_json())
         stream.flush()
         os.fsync(stream.fileno())
     sync_folder(temporary)
     return commit(temporary, folder, manifest.step)
+
+
+def _wait_for_files(temporary: Path, manifest: Manifest) -> None:
+    """Until rank 0 sees what the others have written: a network file system may show it some seconds late.
+
+    Ranks that never see one another's files would commit a checkpoint that nobody can load.
+    """
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    while faults := faults_of(temporary, manifest, read_bytes=False):
+        if time.monotonic() > deadline:
+            raise OSError(f"{'; '.join(faults)}: is {temporary.parent} one folder for all nodes?")
+        time.sleep(_PAUSE_SECONDS)
 
 
 @contextmanager

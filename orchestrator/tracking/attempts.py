@@ -52,7 +52,9 @@ def attempts_from_metrics(folder: Path, *, since: float, world_size: int, cause:
         world_size: ranks of its plan.
         cause: why the last of them ended; those before it ended in a restart of the ranks.
     """
-    records = read_records(folder / "metrics.jsonl") + read_records(folder / REWOUND_NAME)
+    records = [
+        record for name in ("metrics.jsonl", REWOUND_NAME) for record in read_records(folder / name, lists=False)
+    ]
     lives: dict[int, list[dict[str, Any]]] = {}
     for record in records:
         if record.get("time", 0.0) >= since:

@@ -132,7 +132,8 @@ class Forwarding:
 
     def _reconcile(self, run: MlflowRun) -> None:
         """Move the ledger forward to what the store has of our own lines: a batch may have arrived unnoticed."""
-        own = [*self._waiting, *read_records(self._tail.path), *read_records(self.folder / REWOUND_NAME)]
+        files = (self._tail.path, self.folder / REWOUND_NAME)
+        own = [*self._waiting, *(record for path in files for record in read_records(path, lists=False))]
         stamped = {(int(record["step"]), timestamp_ms(record)) for record in own}
         step = max((step for step, _ in stamped & run.stamps("loss")), default=0)
         validation = max((step for step, _ in stamped & run.stamps("validation_loss")), default=0)
@@ -218,7 +219,7 @@ class Forwarding:
 
     def _end_ms(self) -> int:
         # The last record's time, so that ending twice writes the same points.
-        records = read_records(self._tail.path)
+        records = read_records(self._tail.path, lists=False)
         return timestamp_ms(records[-1]) if records else 0
 
 

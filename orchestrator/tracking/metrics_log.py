@@ -47,8 +47,13 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[bytes]:
         return
 
 
-def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_records(path: str | os.PathLike[str], *, lists: bool = True) -> list[dict[str, Any]]:
     """All records of a file in order.
+
+    Args:
+        path: the file; a missing one has no records.
+        lists: keep lists (the sample ids of a step). They are nearly all of a long run's record: leave them out where
+            they are not needed.
 
     Raises:
         ValueError: a whole line is no JSON object; the message names the line.
@@ -61,8 +66,13 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             record = None
         if not isinstance(record, dict):
             raise ValueError(f"{path}, line {number} is not a JSON object: {line[:80]!r}")
-        records.append(record)
+        records.append(record if lists else without_lists(record))
     return records
+
+
+def without_lists(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record's plain values."""
+    return {key: value for key, value in record.items() if not isinstance(value, list | dict)}
 
 
 class MetricsLog:

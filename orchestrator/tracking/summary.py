@@ -37,7 +37,7 @@ def build_summary(
         rank_results: `result` of each rank's `done` event, of the last attempt; empty if no rank got that far.
         checkpoint: path of the newest complete checkpoint.
     """
-    records = read_records(run_directory / "metrics.jsonl")
+    records = read_records(run_directory / "metrics.jsonl", lists=False)
     step_seconds, tokens_per_second = measured_pace(records)
     mfu = model_flops_utilization(plan, tokens_per_second)
     memory = [rank_results[rank].get("peak_memory_bytes") for rank in sorted(rank_results)]

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from orchestrator.tracking.metrics_log import without_lists
+
 _NOT_METRICS = ("step", "attempt", "time")
 _VALIDATION = "validation_"
 
@@ -68,7 +70,7 @@ class MetricsTail:
             if not line.endswith(b"\n"):
                 return
             self._offset += len(line)
-            yield {key: value for key, value in json.loads(line).items() if not isinstance(value, list | dict)}
+            yield without_lists(json.loads(line))
 
 
 def points_of(record: Mapping[str, Any], sent: Sent) -> list[Point]:

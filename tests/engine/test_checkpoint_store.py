@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from orchestrator.checkpoint import write
 from orchestrator.checkpoint.folder import committed_folders, newest_complete, open_checkpoint
+from orchestrator.checkpoint.manifest import FileRecord
 from orchestrator.checkpoint.read import load, load_newest
 from orchestrator.checkpoint.store import CheckpointError, CheckpointWriter
 from tests.core.run_cases import manifest_of
@@ -107,6 +109,15 @@ def test_nothing_is_loaded_where_nothing_was_saved(tmp_path: Path) -> None:
     state = plain_state(5)
     assert load_newest(tmp_path, state) == (None, [])
     assert is_filled(state, 5)
+
+
+def test_files_that_rank_0_never_sees_are_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write, "_VISIBLE_SECONDS", 0.0)
+    elsewhere = FileRecord("__1_0.distcp", 10, "0" * 64)
+    monkeypatch.setattr(write, "_own_records", lambda temporary, ranks: [elsewhere])
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp is missing: is .* one folder for all nodes\?"):
+        write.save(tmp_path, 1, plain_state(1), manifest_of(1))
+    assert list(tmp_path.iterdir()) == []
 
 
 # Strictness
