@@ -22,6 +22,8 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 """In the order of rising time and falling memory."""
 
 _CONTEXT_DEGREES = (1, 2, 4, 8, 16)
+_FEWEST_TOKENS = 1024
+"""Tokens of a sequence that a context rank holds at least: shorter pieces leave a GPU's matrix products too thin."""
 _VIRTUAL_STAGES: dict[Schedule, tuple[int, ...]] = {
     "interleaved_1f1b": (2, 4, 8),
     "interleaved_zero_bubble": (1, 2),
@@ -101,7 +103,9 @@ def splits(config: RunConfig) -> Iterator[Split]:
     for tensor in tensor_degrees(config, inventory):
         groups = (inventory.usable(tensor) or 0) // tensor
         for context in _CONTEXT_DEGREES:
-            if (context > 1 and sequence % (2 * context)) or groups % context:
+            if context > 1 and (sequence % (2 * context) or sequence < context * _FEWEST_TOKENS):
+                continue
+            if groups % context:
                 continue
             for pipeline in divisors(groups // context):
                 if pipeline > min(config.model.num_hidden_layers, MOST_PIPELINE_RANKS):
