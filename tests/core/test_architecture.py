@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted(
-    path for folder in ("orchestrator", "models") for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts
-)
+SOURCES = sorted(path for folder in ("orchestrator", "models") for path in (ROOT / folder).rglob("*.py"))
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 60
 PURE_ROOMS = (
@@ -43,7 +41,7 @@ def test_files_and_functions_can_be_read_in_one_go(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if path.read_text().strip()], ids=name_of)
 def test_every_module_opens_with_what_it_owns(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text())), "a module opens with what it owns, what it refuses, where to go next"
+    assert ast.get_docstring(ast.parse(path.read_text())), "say what it owns, what it refuses, where to go next"
 
 
 def test_the_pure_half_loads_neither_torch_nor_ray_nor_mlflow() -> None:
@@ -61,6 +59,6 @@ import orchestrator
 plan = orchestrator.make_plan(orchestrator.load_config(["+experiment=llama7b_zero2"]))
 print(plan.parallel.world_size)
 """
-    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "8"
