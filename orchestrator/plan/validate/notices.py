@@ -38,6 +38,20 @@ def sequence_parallel_without_tensor(facts: Facts) -> Iterator[str]:
         yield "parallel.sequence_parallel=true has no effect with parallel.tensor=1."
 
 
+def offload_on_a_cpu(facts: Facts) -> Iterator[str]:
+    """Host memory is all that a CPU process has."""
+    config = facts.config
+    if config.parallel.offload == "all" and config.cluster.device == "cpu":
+        yield "parallel.offload=all frees nothing with cluster.device=cpu: parameters are in host memory already."
+
+
+def sharding_over_one(facts: Facts) -> Iterator[str]:
+    """A group of one rank keeps full copies whatever the stage."""
+    parallel = facts.config.parallel
+    if parallel.zero_stage > 0 and parallel.zero_group == 1 and (facts.zero_ranks or 1) > 1:
+        yield f"parallel.zero_stage={parallel.zero_stage} with parallel.zero_group=1 keeps full copies, as stage 0 does."
+
+
 def unlike_gpus(facts: Facts) -> Iterator[str]:
     """Every rank waits for the weakest."""
     names = sorted({kind.gpu.name for kind in facts.inventory.kinds})
@@ -76,6 +90,8 @@ NOTICES = (
     idle_gpus,
     padded_vocabulary,
     sequence_parallel_without_tensor,
+    offload_on_a_cpu,
+    sharding_over_one,
     unlike_gpus,
     vanishing_updates,
     unreached_schedule,
