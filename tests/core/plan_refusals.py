@@ -1,4 +1,4 @@
-"""The table of what the planner refuses: one row a rule and kind, with the words and numbers that its message must have."""
+"""What the planner refuses: one row a rule and kind, with the words and numbers that its message must have."""
 
 from __future__ import annotations
 

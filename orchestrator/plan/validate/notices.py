@@ -49,7 +49,7 @@ def sharding_over_one(facts: Facts) -> Iterator[str]:
     """A group of one rank keeps full copies whatever the stage."""
     parallel = facts.config.parallel
     if parallel.zero_stage > 0 and parallel.zero_group == 1 and (facts.zero_ranks or 1) > 1:
-        yield f"parallel.zero_stage={parallel.zero_stage} with parallel.zero_group=1 keeps full copies, as stage 0 does."
+        yield f"parallel.zero_stage={parallel.zero_stage} with parallel.zero_group=1 keeps full copies, as 0 does."
 
 
 def unlike_gpus(facts: Facts) -> Iterator[str]:
