@@ -1,4 +1,4 @@
-"""The command as a user types it, on a cluster of its own with the real engine: crash, stop, continue, and the record."""
+"""The command as a user types it, with the real engine and a cluster of its own: crash, stop, continue, record."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ def test_a_run_ends_with_its_folder_and_every_file_of_the_contract(unbroken: tup
     summary = command.summary()
     assert (summary["status"], summary["steps"], len(summary["attempts"])) == ("finished", STEPS, 1)
     assert summary["checkpoint"]
-    assert summary["mlflow_run_id"] in out
+    # A busy machine may not have sent everything when the command ends; then the closing lines say how to.
+    assert (summary["mlflow_run_id"] or "python -m orchestrator.tracking.forward") in out
 
 
 def test_the_console_says_each_thing_once_and_nothing_of_the_framework(unbroken: tuple[Command, str]) -> None:
