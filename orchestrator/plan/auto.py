@@ -102,7 +102,7 @@ def _best(config: RunConfig) -> Resolved:
     if not found.ranked:
         return Resolved(config, problems=(no_plan_fits(config, fewest_nodes(config)),))
     best = found.ranked[0].candidate
-    words = " ".join(overrides(config, best))
+    words = " ".join(word for word in overrides(config, best) if word != "parallel.strategy=manual")
     return Resolved(asked_for(config, best), (f"parallel=auto: the best of {len(found.ranked)} plans is {words}.",))
 
 

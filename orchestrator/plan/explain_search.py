@@ -111,7 +111,7 @@ def schedule_words(candidate: Candidate) -> str:
 
 
 def _best(config: RunConfig, best: Ranked) -> Iterator[RenderableType]:
-    yield Padding(Text("The best, to be typed", style="bold"), (1, 0, 0, 0))
+    yield Padding(Text("The best, to be typed behind the same words", style="bold"), (1, 0, 0, 0))
     yield Padding(Text(" ".join(overrides(config, best.candidate)), style="green"), (0, 0, 0, 2))
     largest = largest_micro_batch(Evaluator(config), best.candidate)
     yield Padding(Text(f"Largest micro-batch that fits with it: {largest}"), (0, 0, 0, 2))

@@ -198,9 +198,9 @@ def asked_for(config: RunConfig, candidate: Candidate) -> RunConfig:
 
 
 def overrides(config: RunConfig, candidate: Candidate) -> tuple[str, ...]:
-    """The candidate as command-line overrides, those that differ from the defaults."""
-    asked, plain = asked_for(config, candidate), type(config.parallel)()
-    words = [f"parallel.{key}={value}" for key, value in asked.parallel if value != getattr(plain, key)]
+    """What to type behind the words that gave `config`, to get the candidate: what differs, and the course."""
+    asked, declared = asked_for(config, candidate), config.parallel
+    words = [f"parallel.{key}={value}" for key, value in asked.parallel if value != getattr(declared, key)]
     words.append(f"training.micro_batch_size={asked.training.micro_batch_size}")
     words.append(f"training.activation_checkpointing={asked.training.activation_checkpointing}")
     return tuple(word.replace("=True", "=true").replace("=False", "=false") for word in words)
