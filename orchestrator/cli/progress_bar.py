@@ -62,6 +62,6 @@ class ProgressBar:
         if self._pace.tokens_per_second is not None:
             parts.append(f"{self._pace.tokens_per_second:,.0f} tokens/s")
         remaining = self._pace.remaining_seconds(record["step"])
-        if remaining is not None:
+        if remaining is not None and record["step"] < self._steps:
             parts.append(f"{span(remaining)} left")
         return "  ".join(parts)
