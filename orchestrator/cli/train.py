@@ -17,6 +17,7 @@ from orchestrator.cli.preflight import plan_to_run
 from orchestrator.cli.progress import make_progress
 from orchestrator.cli.show import print_problems, print_warnings
 from orchestrator.errors import Problem
+from orchestrator.plan.auto import chosen
 from orchestrator.plan.batch import steps_of
 from orchestrator.plan.facts import derive
 from orchestrator.plan.run_plan import RunPlan
@@ -61,7 +62,7 @@ def train(plan: RunPlan, invocation: Invocation, started: float) -> int:
 
     with contextlib.closing(open_run(plan.config, plan)) as directory:
         print("\n".join(closing.opening_lines(plan, directory)), flush=True)
-        print_warnings(warn(derive(plan.config)))
+        print_warnings((*chosen(plan), *warn(derive(plan.config))))
         print("starting Ray and the ranks", flush=True)
         return _EXIT_CODES[_launch_and_record(plan, directory, invocation, started)]
 

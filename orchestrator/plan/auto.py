@@ -36,6 +36,14 @@ class Resolved:
     problems: tuple[Problem, ...] = ()
 
 
+_NOTES = ("parallel=auto: ", "cluster.nodes=auto: ")
+
+
+def chosen(plan: RunPlan) -> tuple[str, ...]:
+    """What a search filled in for this plan, in words; empty when nothing was left to it."""
+    return tuple(warning for warning in plan.warnings if warning.startswith(_NOTES))
+
+
 def plain(config: RunConfig) -> RunConfig:
     """The configuration with the simplest split: what it is refused for, every plan of it would be refused for."""
     training = config.training.model_copy(update={"micro_batch_size": 1})

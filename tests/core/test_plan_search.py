@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.config.schema import RunConfig
-from orchestrator.plan.auto import fewest_nodes, largest_micro_batch
+from orchestrator.plan.auto import chosen, fewest_nodes, largest_micro_batch
 from orchestrator.plan.evaluate import Evaluator
 from orchestrator.plan.facts import derive
 from orchestrator.plan.make import make_plan
@@ -152,8 +152,9 @@ def test_auto_takes_the_best_plan_and_planning_its_configuration_again_changes_n
     plan = make_plan(config)
     assert plan.feasible
     assert plan.config.parallel.strategy == "manual"
-    assert any(warning.startswith("parallel=auto: the best of") for warning in plan.warnings)
+    assert chosen(plan)[0].startswith("parallel=auto: the best of")
     again = make_plan(plan.config)
+    assert chosen(again) == ()
     assert (again.parallel, again.memory, again.time) == (plan.parallel, plan.memory, plan.time)
 
 
