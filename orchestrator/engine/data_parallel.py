@@ -49,11 +49,16 @@ class DataParallel:
     modules: tuple[FSDPModule, ...]
     """Outermost first."""
     zero_stage: int
+    interleaved: bool
+    """Whether forward passes of later micro-batches run before the backward pass of earlier ones (pipeline)."""
 
     def begin_micro_batch(self, *, last: bool) -> None:
         """Set all switches for the next forward and backward; `last` of the step."""
         root = self.modules[0]
-        root.set_is_last_backward(last)
+        # The order of units, by which weights are gathered ahead, is forgotten after each backward pass, or it would
+        # name the micro-batch before. In a pipeline later micro-batches have begun by then, and it is kept to the
+        # step's end.
+        root.set_is_last_backward(last or not self.interleaved)
         root.set_requires_gradient_sync(last or self.zero_stage >= 2)
         root.set_requires_all_reduce(last)
         # Weights that stayed whole across the optimizer's step would be stale: they are cut after the last backward.
@@ -99,7 +104,7 @@ def apply_data_parallel(
         # A plain sum. Forcing it keeps torch from a pre-multiplied sum, which gloo does not have.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    return DataParallel(wrapped, zero_stage)
+    return DataParallel(wrapped, zero_stage, interleaved=parallel.pipeline > 1)
 
 
 def _units(model: nn.Module, table: ShardingTable) -> list[list[nn.Module]]:
