@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,9 +27,10 @@ def train_all(invocation: Invocation, started: float) -> int:
     plans = checked(invocation, jobs)
     first_bad = 0
     for number, (words, plan) in enumerate(zip(jobs, plans, strict=True), start=1):
-        print(f"--- {number} of {len(jobs)}: {' '.join(words)}", flush=True)
+        own = " ".join(word for word in words if word not in invocation.overrides)
+        print(f"--- {number} of {len(jobs)}: {own}", flush=True)
         one = Invocation(overrides=list(words), config_directory=invocation.config_directory)
-        code = train(plan, one, started)
+        code = train(plan, one, started if number == 1 else time.time())
         first_bad = first_bad or code
         if code == 4:
             break

@@ -202,8 +202,11 @@ def test_a_sweep_trains_every_combination_in_turn(train) -> None:
     launch = FakeLaunch()
     code, lines, _ = train(launch, "training.seed=0,1", "optimizer.lr=1e-3,1e-4", "-m")
     assert code == 0
-    assert [line.partition(":")[0] for line in lines if line.startswith("---")] == [
-        f"--- {n} of 4" for n in (1, 2, 3, 4)
+    assert [line for line in lines if line.startswith("---")] == [
+        "--- 1 of 4: training.seed=0 optimizer.lr=0.001",
+        "--- 2 of 4: training.seed=0 optimizer.lr=0.0001",
+        "--- 3 of 4: training.seed=1 optimizer.lr=0.001",
+        "--- 4 of 4: training.seed=1 optimizer.lr=0.0001",
     ]
     configs = [request.plan.config for request in launch.requests]
     assert [(config.training.seed, config.optimizer.lr) for config in configs] == [
