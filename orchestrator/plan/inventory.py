@@ -137,11 +137,14 @@ def weakest_gpu(inventory: Inventory) -> GpuConfig:
     )
 
 
-def uniform_cluster(cluster: ClusterConfig, nodes: int) -> ClusterConfig:
-    """`cluster` as `nodes` like nodes that each offer what the weakest kind offers; what memory and cost
-    compute with."""
-    inventory = take_inventory(cluster)
-    kinds = inventory.kinds
+def uniform_cluster(cluster: ClusterConfig, nodes: int, tensor: int = 1) -> ClusterConfig:
+    """`cluster` as like nodes that each offer what the weakest kind offers: what memory and cost compute with.
+
+    Kinds whose nodes are too small for a tensor group of `tensor` take no part.
+    """
+    declared = take_inventory(cluster).kinds
+    kinds = tuple(kind for kind in declared if kind.gpus_per_node >= tensor) or declared
+    inventory = Inventory(kinds)
     cores = _least(kind.cores_per_node for kind in kinds)
     return cluster.model_copy(
         update={

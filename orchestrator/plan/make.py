@@ -100,7 +100,9 @@ def _peak(config: RunConfig, profile: SystemProfile) -> int | None:
     facts = derive(config)
     if any(size_rules.absurd_sizes(config)) or rules.check(facts) or facts.nodes is None:
         return None
-    uniform = config.model_copy(update={"cluster": uniform_cluster(config.cluster, facts.nodes)})
+    uniform = config.model_copy(
+        update={"cluster": uniform_cluster(config.cluster, facts.nodes, config.parallel.tensor)}
+    )
     memories = rank_memories(uniform, parallel_facts(facts), profile)
     capacity = int(uniform.cluster.gpu.memory_gib * _GIB)
     if gpu_shortage(memories, capacity) or host_shortage(memories, uniform.cluster):
@@ -115,7 +117,7 @@ def _priced(plan: RunPlan, facts: Facts, parallel: ParallelFacts) -> RunPlan:
     degrees = facts.degrees
     if nodes is None or degrees is None:
         raise AssertionError("a plan without problems has nodes and degrees")
-    uniform = config.model_copy(update={"cluster": uniform_cluster(config.cluster, nodes)})
+    uniform = config.model_copy(update={"cluster": uniform_cluster(config.cluster, nodes, config.parallel.tensor)})
     ranks = rank_memories(uniform, parallel, profile)
     totals = [rank.total_bytes for rank in ranks if rank.total_bytes is not None]
     memory = MemoryPlan(

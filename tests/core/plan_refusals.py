@@ -132,6 +132,20 @@ REFUSALS = (
         parallel={"tensor": 2, "pipeline": 2, "data": 4},
     ),
     Refusal(
+        "more ranks than the large ones of unlike nodes have",
+        "cluster.node_groups",
+        ("needs 16 GPUs", "1 node x 8 + 2 nodes x 4 = 16 GPUs, 8 of them in whole tensor groups of 8"),
+        ("more nodes of at least 8 GPUs", "parallel.data=1"),
+        model={"num_key_value_heads": 8},
+        cluster={
+            "node_groups": [
+                {"nodes": 1, "gpus_per_node": 8, "gpu": cases.A100_80GB},
+                {"nodes": 2, "gpus_per_node": 4, "gpu": cases.A100_40GB},
+            ]
+        },
+        parallel={"tensor": 8, "data": 2},
+    ),
+    Refusal(
         "the other degrees leave no whole data degree",
         "parallel.data",
         ("all 8 GPUs", "1 x 3 x 1 = 3"),

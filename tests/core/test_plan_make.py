@@ -134,6 +134,20 @@ def test_unlike_nodes_are_planned_for_the_weakest_and_placed_where_they_are() ->
     assert plan.time.compute_seconds == pytest.approx(slow.time.compute_seconds)
 
 
+def test_nodes_too_small_for_a_tensor_group_take_no_part() -> None:
+    groups = [
+        {"nodes": 2, "gpus_per_node": 4, "gpu": cases.A100_40GB},
+        {"nodes": 1, "gpus_per_node": 8, "gpu": cases.A100_80GB},
+    ]
+    model = {"num_key_value_heads": 8}
+    plan = make_plan(cases.config(model_changes=model, cluster={"node_groups": groups}, parallel={"tensor": 8}))
+    assert plan.feasible
+    assert {place.node for place in plan.ranks} == {2}
+    assert plan.memory is not None
+    assert plan.memory.capacity_bytes == int(79.2 * 2**30)
+    assert any("8 of 16 GPUs" in warning for warning in plan.warnings)
+
+
 @pytest.mark.parametrize("limit", LIMITS, ids=[limit.key for limit in LIMITS])
 def test_what_the_engine_cannot_run_is_a_key_of_the_schema_and_refused_with_what_it_runs(limit: object) -> None:
     key = limit.key  # type: ignore[attr-defined]

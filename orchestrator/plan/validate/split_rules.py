@@ -111,22 +111,24 @@ def _product(facts: Facts, data: int | None) -> str:
 def degrees_fit_the_gpus(facts: Facts) -> Iterator[Problem]:
     """The product of the degrees is at most the GPUs there are."""
     parallel, inventory = facts.config.parallel, facts.inventory
-    if facts.gpus is None or parallel.tensor > inventory.smallest_node:
+    if facts.gpus is None:
         return
     needed = facts.fixed * (facts.data or 1)
     if needed <= facts.gpus:
         return
     shown = _product(facts, facts.data or 1)
-    nodes = nodes_needed(needed, parallel.tensor, inventory.smallest_node)
-    fixes = [
-        f"Use cluster.nodes={nodes} ({nodes} x {inventory.smallest_node} = {nodes * inventory.smallest_node} GPUs)"
-    ]
+    size = inventory.smallest_node
+    if facts.config.cluster.node_groups:
+        key, fixes = "cluster.node_groups", [f"Declare more nodes of at least {parallel.tensor} GPUs"]
+    else:
+        nodes = nodes_needed(needed, parallel.tensor, size)
+        key, fixes = "cluster.nodes", [f"Use cluster.nodes={nodes} ({nodes} x {size} = {nodes * size} GPUs)"]
     if facts.fixed <= facts.gpus:
         fixes.append(f"parallel.data={facts.gpus // facts.fixed} on the GPUs there are")
     idle = inventory.gpus != facts.gpus
     usable = f", {facts.gpus} of them in whole tensor groups of {parallel.tensor}" if idle else ""
     yield Problem(
-        "cluster.nodes",
+        key,
         f"The plan needs {needed} GPUs ({shown} = {needed}), but the cluster has {inventory.describe()}{usable}.",
         ", or ".join(fixes) + ".",
     )
