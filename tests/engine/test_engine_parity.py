@@ -56,7 +56,7 @@ def test_every_gradient_agrees_with_plain_torch(one: Case, outcomes: dict[str, t
         model_largest = max(gradient.abs().max().item() for gradient in wanted.values())
         for name, gradient in wanted.items():
             largest = gradient.abs().max().item()
-            # What cancels in a gradient was of the model's own scale; a small gradient keeps that rounding. In FP64 only
+            # What cancels in a gradient was of the model's own scale; a small one keeps that rounding. In FP64 only
             # what is nothing but rounding needs it (the bias of keys shifts all scores of a query alike).
             largest = max(largest, (1e-6 if one.double else 1e-2) * model_largest, 1e-30)
             assert (found[name] - gradient).abs().max().item() / largest < tolerance(one), name
