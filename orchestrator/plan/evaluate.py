@@ -26,6 +26,9 @@ from orchestrator.plan.timeline import peak_kept
 from orchestrator.plan.traffic import context_transfers, tensor_transfers
 from orchestrator.plan.work import Work, work_of
 
+_LARGE_BYTES = 2.0**40
+"""The reserve grows in proportion to what is used; its slope is read over a distance that floats resolve well."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
@@ -48,6 +51,18 @@ class _Turn:
         return tuple(half / 2 for half in range(max(low, 1), high + 1))
 
 
+@dataclass(frozen=True, slots=True)
+class _States:
+    """Bytes of a rank's states at two moments, and what it may need before the reserve is added."""
+
+    at_the_end: float
+    """With all gradients, when the last copies have been given back."""
+    gathered: float
+    """With all copies, without gradients."""
+    gradients: float
+    budget: float
+
+
 class Evaluator:
     """Evaluates candidates of one configuration, whose `cluster.nodes` is a number."""
 
@@ -62,9 +77,8 @@ class Evaluator:
         self._works: dict[str, Work] = {}
         self._last: tuple[Candidate, Work] | None = None
         self._fewest: dict[tuple[int, int, bool, int], int] = {}
-        self._states: dict[tuple[Split, int, bool], tuple[float, float]] = {}
+        self._states: dict[tuple[Split, int, bool], _States] = {}
         self._blocks: dict[tuple[int, int, int, str], BlockActivations] = {}
-        self._budget_bytes = (self.capacity_bytes - self.profile.context_bytes) / (1 + self.profile.reserve_share)
         self._turns: dict[tuple[int, int, int, str], _Turn] = {}
 
     def micro_batches(self, split: Split, micro_batch_size: int) -> int:
@@ -155,29 +169,37 @@ class Evaluator:
         """
         count = self.micro_batches(split, course.micro_batch_size)
         least = self.config.model.num_hidden_layers // (split.pipeline * course.virtual_stages)
-        between, after = self._rank_0_states(Candidate(split, course), least * course.virtual_stages, count == 1)
-        if between > self._budget_bytes:
+        states = self._rank_0_states(Candidate(split, course), least * course.virtual_stages, count == 1)
+        if states.at_the_end > states.budget:
             return None
         kept = peak_kept(
             course.schedule, split.pipeline, course.virtual_stages, count, 0, (1.0,) * course.virtual_stages
         )
-        blocks = least * sum(stage.whole + stage.weights_only for stage in kept)
+        in_flight = [stage.whole + stage.weights_only for stage in kept]
+        blocks = least * sum(in_flight)
+        before = states.gathered + (states.gradients if count > max(in_flight) else 0.0)
         for higher in range(level, len(RECOMPUTE)):
             block = self._block(split, course.micro_batch_size, RECOMPUTE[higher])
             # In the first block's backward, what is kept is still there beside what that block works on.
-            if after + blocks * block.kept + block.working <= self._budget_bytes:
+            if before + blocks * block.kept + block.working <= states.budget:
                 return higher
         return None
 
-    def _rank_0_states(self, candidate: Candidate, layers: int, once: bool) -> tuple[float, float]:
-        """Bytes of rank 0's states with that many layers: (with all gradients, before any gradient but gathered)."""
+    def _rank_0_states(self, candidate: Candidate, layers: int, once: bool) -> _States:
+        """Rank 0's states with that many layers; `once`: there is one micro-batch."""
         key = (candidate.split, layers, once)
         if key not in self._states:
-            states = rank_states(self.work(candidate), self.profile, ((layers, True, False),))
-            kept = states.parameters + states.optimizer
-            self._states[key] = (
-                float(kept + states.gradients + states.gathered_last),
-                float(kept + states.gathered),
+            work = self.work(candidate)
+            states = rank_states(work, self.profile, ((layers, True, False),))
+            kept = float(states.parameters + states.optimizer)
+            gradients = 0.0 if candidate.split.offload else float(states.gradients)
+            fixed = self.profile.reserve_bytes(work, 0.0)
+            share = (self.profile.reserve_bytes(work, _LARGE_BYTES) - fixed) / _LARGE_BYTES
+            self._states[key] = _States(
+                at_the_end=kept + gradients + states.gathered_last,
+                gathered=kept + states.gathered,
+                gradients=gradients,
+                budget=(self.capacity_bytes - fixed) / (1 + share),
             )
         return self._states[key]
 
