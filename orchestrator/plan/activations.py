@@ -61,15 +61,19 @@ def _statistics(work: Work, profile: SystemProfile) -> float:
     return 4.0 * work.architecture.heads if profile.attention == "flash" else 0.0
 
 
+def _norm_bytes(work: Work, profile: SystemProfile) -> int:
+    """What a norm saves of each feature. LayerNorm has a fused kernel everywhere; RMSNorm, which gated models use, has
+    none on a CPU."""
+    return work.activation_bytes if profile.fused_norms(work) or not work.architecture.gated else 8
+
+
 def _all_saved(work: Work, profile: SystemProfile) -> float:
     """Everything that a block's operations save."""
     model, tensor, element = work.architecture, work.parallel.tensor, work.activation_bytes
     tokens = float(work.tokens)
     features = tokens * model.hidden
     cut = tensor if work.sequence_parallel else 1
-    # LayerNorm has a fused kernel everywhere; RMSNorm, which gated models use, has none on a CPU.
-    norm_bytes = element if profile.fused_norms(work) or not model.gated else 8
-    norms = 2.0 * norm_bytes * features / cut
+    norms = 2.0 * _norm_bytes(work, profile) * features / cut
     # Inputs of the first products: saved whole where the gather is not repeated in the backward pass.
     inputs = 2.0 * element * features / (1 if profile.saves_gathered_inputs else cut)
     masks = profile.dropout_masks * features / cut
@@ -108,7 +112,10 @@ def _gradients(work: Work, profile: SystemProfile) -> float:
 
 
 def logits_bytes(work: Work, profile: SystemProfile) -> float:
-    """Logits and loss of one micro-batch at their largest, in the backward pass of the loss: log-probabilities and two
-    gradients in FP32; cut over the tensor ranks."""
+    """The head of one micro-batch at its largest, in the backward pass of the loss: log-probabilities and two gradients
+    in FP32, cut over the tensor ranks, and what the final norm saved."""
     vocabulary = -(-work.architecture.vocab // (work.parallel.tensor if profile.logits_cut else 1))
-    return float(work.tokens) * vocabulary * profile.logit_bytes
+    # A pipeline keeps the last stage's output, the logits themselves, beside what the loss works on.
+    output = work.activation_bytes if work.parallel.pipeline > 1 and profile.keeps_stage_outputs else 0
+    norm = (_norm_bytes(work, profile) + work.activation_bytes) * work.architecture.hidden
+    return float(work.tokens) * (vocabulary * (profile.logit_bytes + output) + norm)

@@ -33,6 +33,8 @@ class _Common:
     logits: float
     boundary: float
     """A stage's output, where it is kept until the backward pass."""
+    received: float
+    """Buffers of a stage for all micro-batches that it receives from one neighbour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class _Held:
     weights: tuple[float, ...]
     """Layers, a stage without any counting as half of one: it still keeps its input."""
     head: bool
+    neighbours: int
+    """Stages that it receives from, counted for each of its stages."""
 
 
 def memories_of(work: Work, profile: SystemProfile) -> tuple[RankMemory, ...]:
@@ -60,16 +64,19 @@ def memories_of(work: Work, profile: SystemProfile) -> tuple[RankMemory, ...]:
 
 
 def _common(work: Work, profile: SystemProfile, block: BlockActivations) -> _Common:
-    boundary = 0.0
-    if work.parallel.pipeline > 1 and profile.keeps_stage_outputs:
-        boundary = stream_bytes(work) / (work.parallel.tensor if work.sequence_parallel else 1)
-    return _Common(block, logits_bytes(work, profile), boundary)
+    boundary = received = 0.0
+    if work.parallel.pipeline > 1:
+        stream = stream_bytes(work) / (work.parallel.tensor if work.sequence_parallel else 1)
+        boundary = stream if profile.keeps_stage_outputs else 0.0
+        received = stream * work.parallel.micro_batches if profile.receives_ahead else 0.0
+    return _Common(block, logits_bytes(work, profile), boundary, received)
 
 
 def _hold(stages: Stages, states: StateMemory) -> _Held:
     layers = tuple(stage[0] for stage in stages)
     weights = tuple(max(float(count), 0.5) for count in layers)
-    return _Held(states, layers, weights, any(stage[2] for stage in stages))
+    neighbours = sum(int(not first) + int(not last) for _, first, last in stages)
+    return _Held(states, layers, weights, any(stage[2] for stage in stages), neighbours)
 
 
 def rank_states(work: Work, profile: SystemProfile, stages: Stages) -> StateMemory:
@@ -146,23 +153,27 @@ def _instants(work: Work, common: _Common, held: _Held, rank: int) -> tuple[Inst
     the last block's backward in the last micro-batch, when all gradients exist."""
     in_flight, kept = _kept(work, common, held, rank)
     states, block = held.states, common.block
-    # Gradients of earlier micro-batches are there at the peak unless it comes before the first backward.
-    started = work.parallel.micro_batches > in_flight and not work.offload
-    gradients = float(states.gradients) if started else 0.0
+    # Gradients of earlier micro-batches are there at the peak unless it comes before the first backward; in a pipeline
+    # the last of them are still being reduced.
+    started = work.parallel.micro_batches > in_flight
+    gradients = float(states.gradients) if started and not work.offload else 0.0
+    received = common.received * held.neighbours
+    reducing = states.reducing if started and work.parallel.pipeline > 1 else 0.0
     return (
-        (gradients, states.gathered, kept, common.logits if held.head else 0.0, 0.0),
-        *_in_block(gradients, states.gathered, kept, block, states),
-        *_in_block(states.gradients, states.gathered_last, block.kept, block, states),
+        (gradients, states.gathered_at_loss, kept, common.logits if held.head else 0.0, received + reducing),
+        *_in_block(gradients, states.gathered, kept, received, block, states),
+        *_in_block(states.gradients, states.gathered_last, block.kept, received, block, states),
     )
 
 
 def _in_block(
-    gradients: float, gathered: float, kept: float, block: BlockActivations, states: StateMemory
+    gradients: float, gathered: float, kept: float, received: float, block: BlockActivations, states: StateMemory
 ) -> tuple[Instant, Instant]:
-    """A block's backward: at its start everything that was recomputed is there, at its end all its gradients are."""
+    """A block's backward: at its start everything that was recomputed is there, at its end all its gradients are, and
+    nothing of what it kept."""
     return (
-        (gradients, gathered, kept + block.working, 0.0, states.reducing),
-        (gradients, gathered, kept, 0.0, states.transient_gradients),
+        (gradients, gathered, kept + block.working, 0.0, received + states.reducing),
+        (gradients, gathered, kept - block.kept, 0.0, received + states.transient_gradients),
     )
 
 

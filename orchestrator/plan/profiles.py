@@ -26,7 +26,7 @@ OURS = SystemProfile(
     states=_OURS,
     attention="flash",
     master_gathered=True,
-    shares_while_accumulating="always",
+    shares_while_accumulating="whole_backwards",
     fused_kernels=False,
     fused_attention=True,
     overlaps_data=True,
@@ -41,6 +41,7 @@ OURS = SystemProfile(
     keeps_stage_outputs=True,
     logit_bytes=12,
     logits_cut=True,
+    receives_ahead=True,
     one_unit_on_cpu=True,
     one_network_card=False,
     # Not yet measured: what torchtitan, the nearest published system, needs.

@@ -40,6 +40,8 @@ class StateMemory:
     optimizer: int
     gathered: int
     """Copies of shared or master weights that are there at once, from forward to backward."""
+    gathered_at_loss: int
+    """The same between the last forward and the first backward: none in stage 3."""
     gathered_last: int
     """The same at the end of the last backward pass."""
     transient_gradients: int
@@ -138,6 +140,7 @@ def state_memory(
         gradients=round(gradients * kept),
         optimizer=round(optimizer * kept),
         gathered=round(gathered),
+        gathered_at_loss=0 if zero_stage == 3 else round(gathered),
         gathered_last=round(gathered_last),
         transient_gradients=round(transient),
         reducing=round(reducing),

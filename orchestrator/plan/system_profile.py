@@ -17,6 +17,10 @@ Attention = Literal["unfused", "flash"]
 """`unfused`: scores are kept as a matrix; `flash`: they are never stored (Dao et al. 2022)."""
 
 
+SPLIT_BACKWARDS = frozenset({"interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"})
+"""Schedules that split a backward pass into inputs and weights."""
+
+
 @dataclass(frozen=True, slots=True)
 class StateBytes:
     """Bytes per parameter element of each kind of model state, for one precision."""
@@ -45,9 +49,9 @@ class SystemProfile:
     attention: Attention
     master_gathered: bool
     """Whether the weights that are kept are the master weights, and compute copies are gathered from them (FSDP)."""
-    shares_while_accumulating: Literal["always", "without_pipeline", "never"]
-    """When ZeRO stages 2 and 3 share gradients and weights between the micro-batches of a step; otherwise both stay
-    whole until the last one, as in stage 1."""
+    shares_while_accumulating: Literal["always", "whole_backwards", "without_pipeline", "never"]
+    """When ZeRO stages 2 and 3 share gradients and weights between the micro-batches of a step (`whole_backwards`: in
+    schedules that do not split a backward pass); otherwise both stay whole until the last one, as in stage 1."""
     fused_kernels: bool
     """Whether elementwise operations are fused (compiled, or written by hand)."""
     fused_attention: bool
@@ -76,6 +80,8 @@ class SystemProfile:
     """Bytes a logit of loss and gradient at their largest."""
     logits_cut: bool
     """Whether tensor ranks keep logits and loss cut along the vocabulary."""
+    receives_ahead: bool
+    """Whether a pipeline stage has a buffer for every micro-batch of the step that it receives, both ways."""
     one_unit_on_cpu: bool
     """Whether replicated weights are gathered and reduced as one unit on a CPU, instead of block by block."""
     one_network_card: bool
@@ -99,8 +105,12 @@ class SystemProfile:
         facts = work.parallel
         if facts.micro_batches == 1:
             return 2 if facts.zero_stage == 1 and self.master_gathered else facts.zero_stage
-        shares = self.shares_while_accumulating
-        whole = shares == "never" or (shares == "without_pipeline" and facts.pipeline > 1)
+        shares, pipeline = self.shares_while_accumulating, facts.pipeline > 1
+        whole = (
+            shares == "never"
+            or (shares == "without_pipeline" and pipeline)
+            or (shares == "whole_backwards" and pipeline and facts.schedule in SPLIT_BACKWARDS)
+        )
         return min(facts.zero_stage, 1) if whole else facts.zero_stage
 
     def reserve_bytes(self, work: Work, used: float) -> float:
