@@ -19,6 +19,7 @@ from orchestrator.engine.compilation import apply_compile
 from orchestrator.engine.data_parallel import apply_data_parallel
 from orchestrator.engine.gradients import counted_once
 from orchestrator.engine.initialise import initialise
+from orchestrator.engine.loss_scale import LossScale
 from orchestrator.engine.mesh import Mesh
 from orchestrator.engine.optimizer import build_optimizer
 from orchestrator.engine.pipeline import build_pipeline
@@ -63,6 +64,7 @@ def build(plan: RunPlan, mesh: Mesh, device: torch.device) -> Parts:
         mesh=mesh,
         device=device,
         gradient_clip=config.training.gradient_clip,
+        loss_scale=LossScale() if config.training.precision == "fp16_mixed" else None,
     )
 
 

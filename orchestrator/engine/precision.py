@@ -14,8 +14,11 @@ MASTER: dict[str, torch.dtype] = {
     "fp32": torch.float32,
     "bf16_mixed": torch.float32,
     "bf16_pure": torch.bfloat16,
+    "fp16_mixed": torch.float32,
 }
 """Type in which weights are kept and updated, by precision."""
+MIXED: dict[str, torch.dtype] = {"bf16_mixed": torch.bfloat16, "fp16_mixed": torch.float16}
+"""Type of the copies of weights that are computed with, where it is another."""
 
 
 def master_dtype(precision: Precision) -> torch.dtype:
@@ -28,13 +31,15 @@ def master_dtype(precision: Precision) -> torch.dtype:
 
 def compute_dtype(precision: Precision) -> torch.dtype:
     """Type of activations. Raises as `master_dtype`."""
-    return torch.bfloat16 if precision == "bf16_mixed" else master_dtype(precision)
+    return MIXED.get(precision, master_dtype(precision))
 
 
 def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
-    """What data parallelism casts: BF16 copies of FP32 weights for compute, FP32 gradient sums. Raises as
-    `master_dtype`."""
+    """What data parallelism casts: copies of 2 bytes of FP32 weights for compute, FP32 gradient sums.
+
+    Raises as `master_dtype`.
+    """
     master_dtype(precision)
-    if precision == "bf16_mixed":
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if precision in MIXED:
+        return MixedPrecisionPolicy(param_dtype=MIXED[precision], reduce_dtype=torch.float32)
     return MixedPrecisionPolicy()

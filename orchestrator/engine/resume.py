@@ -12,7 +12,7 @@ from orchestrator.checkpoint.folder import Checkpoint, open_checkpoint
 from orchestrator.checkpoint.manifest import problems_of_resuming
 from orchestrator.checkpoint.ranks import Ranks
 from orchestrator.checkpoint.store import load, load_newest
-from orchestrator.engine.state import after_loading, state_of
+from orchestrator.engine.state import OPTIONAL, after_loading, state_of
 from orchestrator.engine.step import Parts
 from orchestrator.errors import Problem, RunError
 from orchestrator.plan.rank_task import RankLink, RankTask
@@ -47,19 +47,24 @@ def resume(task: RankTask, link: RankLink, parts: Parts, data_fingerprint: str, 
     asked = task.plan.config.checkpoint.resume
     found: Checkpoint | None = None
     if task.attempt > 1 or asked != "never":
-        found, passed_over = load_newest(checkpoint_directory(task.plan.config, task.run_directory), state_of(parts))
+        own = checkpoint_directory(task.plan.config, task.run_directory)
+        found, passed_over = load_newest(own, state_of(parts), optional=OPTIONAL)
         if passed_over and task.rank == 0:
             link.report({"kind": "warning", "rank": 0, "message": "\n".join(passed_over)})
     if found is None and asked not in ("auto", "never"):
         found = _open(asked, "checkpoint.resume")
-        load(found, state_of(parts))
+        load(found, state_of(parts), optional=OPTIONAL)
     if found is not None and (problems := problems_of_resuming(found.manifest, data_fingerprint=data_fingerprint)):
         raise RunError(problems)
     start = task.plan.config.checkpoint.init_from
     if found is None and start is not None:
         # Its weights only: the optimizer, the step and the position in the data begin anew.
-        load(_open(start, "checkpoint.init_from"), {"model": state_of(parts)["model"]}, optional=("optimizer.",))
-    if found is not None:
+        load(
+            _open(start, "checkpoint.init_from"),
+            {"model": state_of(parts)["model"]},
+            optional=("optimizer.", *OPTIONAL),
+        )
+    if found is not None or start is not None:
         after_loading(parts)
     resumed = Resumed() if found is None else Resumed(found.step, found.manifest.tokens, found)
     if log is None:

@@ -17,6 +17,9 @@ from orchestrator.engine.gradients import local
 from orchestrator.engine.step import Parts
 from orchestrator.engine.tied import copy_original
 
+OPTIONAL = ("loss_scale.",)
+"""Beginnings of names that a checkpoint may lack or have too many: a run may change its precision."""
+
 
 def state_of(parts: Parts) -> dict[str, Any]:
     """All tensors to save, sharing memory with the live ones: {"model": {name: …}, "optimizer": {name.key: …}}.
@@ -30,7 +33,10 @@ def state_of(parts: Parts) -> dict[str, Any]:
         model[name] = parameter.detach()
         for key, value in parts.optimizer.state[parameter].items():
             optimizer[f"{name}.{key}"] = value
-    return {"model": model, "optimizer": optimizer}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    if parts.loss_scale is not None:
+        state["loss_scale"] = parts.loss_scale.state()
+    return state
 
 
 def saved_parameters(parts: Parts) -> dict[str, nn.Parameter]:

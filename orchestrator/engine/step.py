@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from orchestrator.engine import gradients
 from orchestrator.engine.data_parallel import DataParallel
 from orchestrator.engine.loss import loss_context, summed_loss
+from orchestrator.engine.loss_scale import LossScale
 from orchestrator.engine.mesh import Mesh
 from orchestrator.engine.pipeline import Pipeline
 from orchestrator.engine.tied import TiedCopies
@@ -44,6 +45,8 @@ class Parts:
     device: torch.device
     gradient_clip: float | None
     """Largest norm of the whole gradient; None: not clipped."""
+    loss_scale: LossScale | None = None
+    """Only with `fp16_mixed`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,8 @@ class StepResult:
     """Euclidean norm of the whole model's gradient before clipping."""
     applied: bool
     """Whether the weights were updated: not when the loss or the gradient is not finite."""
+    overflowed: bool = False
+    """Whether that was only the loss scale of FP16, which has been halved since."""
 
 
 def train_step(parts: Parts, batches: Sequence[MicroBatch], tokens: int) -> StepResult:
@@ -75,7 +80,8 @@ def train_step(parts: Parts, batches: Sequence[MicroBatch], tokens: int) -> Step
     zero gradient. A loss or gradient that is not finite leaves weights and optimizer untouched, on all ranks alike.
     """
     # One multiplication in FP32; the divisor is exact there up to 2**24 tokens and right to the last digit beyond.
-    share = 1.0 / max(tokens, 1)
+    loss_scale = 1.0 if parts.loss_scale is None else parts.loss_scale.value
+    share = loss_scale / max(tokens, 1)
     with loss_context(parts.mesh):
         if parts.pipeline is None:
             total = _accumulate(parts, batches, share)
@@ -85,15 +91,18 @@ def train_step(parts: Parts, batches: Sequence[MicroBatch], tokens: int) -> Step
         parts.tied.sum_gradients()
     counted = [parameter for name, parameter in parts.parameters.items() if name in parts.counted]
     squared = gradients.squared_norm(gradients.local_gradients(counted))
-    loss_value, norm = _whole(parts.mesh, total, squared)
-    applied = math.isfinite(loss_value) and math.isfinite(norm)
+    loss, norm = (value / loss_scale for value in _whole(parts.mesh, total, squared))
+    applied = math.isfinite(loss) and math.isfinite(norm)
     if applied:
-        if parts.gradient_clip is not None:
-            found = gradients.local_gradients(parts.parameters.values())
-            gradients.scale(found, gradients.clip_factor(norm, parts.gradient_clip))
+        clip = 1.0 if parts.gradient_clip is None else gradients.clip_factor(norm, parts.gradient_clip)
+        gradients.scale(gradients.local_gradients(parts.parameters.values()), clip / loss_scale)
         parts.optimizer.step()
     parts.optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss=loss_value, gradient_norm=norm, applied=applied)
+    overflowed = False
+    if parts.loss_scale is not None:
+        overflowed = math.isfinite(loss) and not applied and parts.loss_scale.helps
+        parts.loss_scale.after(overflowed=not applied)
+    return StepResult(loss=loss, gradient_norm=norm, applied=applied, overflowed=overflowed)
 
 
 def _accumulate(parts: Parts, batches: Sequence[MicroBatch], share: float) -> Tensor:

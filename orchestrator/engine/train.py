@@ -116,7 +116,7 @@ def train(run: Run, progress: Progress) -> Literal["finished", "stopped"]:
         result = train_step(parts, fed.batches, agreed.tokens)
         seconds = time.perf_counter() - started
         _advance(progress, step, agreed.tokens, result, seconds)
-        if not result.applied and config.fault_tolerance.on_nan == "stop":
+        if not result.applied and not result.overflowed and config.fault_tolerance.on_nan == "stop":
             raise NotFiniteError(_not_finite(progress, result))
         every = config.training.validate_every_steps
         evaluation = _validate(run, progress) if (every and step % every == 0) or step == run.steps else None
@@ -181,6 +181,8 @@ def _record(
     }
     if not result.applied:
         record["skipped"] = True
+    if run.parts.loss_scale is not None:
+        record["loss_scale"] = run.parts.loss_scale.value
     if evaluation is not None:
         record["validation_loss"] = evaluation.loss
         record["validation_nats_per_byte"] = evaluation.nats_per_byte

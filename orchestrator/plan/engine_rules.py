@@ -34,8 +34,6 @@ LIMITS: tuple[Limit, ...] = (
         )
     ),
     Limit("parallel.context", lambda config, plan: config.parallel.context, (1,)),
-    Limit("training.precision", lambda config, plan: config.training.precision, ("fp32", "bf16_mixed", "bf16_pure")),
-    Limit("checkpoint.init_from", lambda config, plan: config.checkpoint.init_from, (None,)),
 )
 """Everything the engine does not run in every form; remove a line when it does."""
 

@@ -177,6 +177,25 @@ def test_a_checkpoint_goes_on_under_another_plan(before: dict[str, Any], after: 
     assert last["gradient_norm"] == pytest.approx(wanted["gradient_norm"], rel=1e-4)
 
 
+def test_a_run_can_start_from_the_weights_of_another(tmp_path: Path, unbroken: tuple[Path, list[TestLink]]) -> None:
+    start = unbroken[0] / "checkpoints" / "step-00000006"
+    hardly = {"training__steps": 1, "optimizer__lr": 1e-12, "training__seed": 5}
+    begun = run(tmp_path, **(RESUMABLE | hardly), checkpoint__init_from=str(start), data__source="synthetic")
+    assert [line["step"] for line in record(tmp_path)] == [1]
+    fresh = run(tmp_path / "fresh", **(RESUMABLE | hardly))
+    trained = begun[0].done()["result"]["validation_loss"]
+    assert trained < fresh[0].done()["result"]["validation_loss"] - 0.1
+
+
+def test_fp16_resumes_with_its_loss_scale(tmp_path: Path) -> None:
+    halves = {**RESUMABLE, "training__precision": "fp16_mixed"}
+    run(tmp_path / "unbroken", **halves)
+    run(tmp_path / "broken", stop_at_step={0: 4}, **halves)
+    run(tmp_path / "broken", attempt=2, **halves)
+    assert losses(tmp_path / "broken") == losses(tmp_path / "unbroken")
+    assert all(line["loss_scale"] == 2.0**16 for line in record(tmp_path / "broken"))
+
+
 def test_a_changed_learning_rate_takes_effect_on_resuming(tmp_path: Path) -> None:
     run(tmp_path, stop_at_step={0: 4}, **RESUMABLE)
     changed = {**RESUMABLE, "optimizer__lr": 2e-2}
