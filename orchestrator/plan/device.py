@@ -27,7 +27,7 @@ class Device:
     host_rate: float | None
     """To the host's memory, one direction, bytes/s."""
     gpus_per_node: int
-    age_months: float = 60.0
+    age_months: float = 48.0
     """Months since this kind of GPU came out, at the time of the software; libraries mature slowly."""
 
 
