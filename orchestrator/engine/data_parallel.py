@@ -20,13 +20,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from models.parameters import ShardingTable
 from orchestrator.config.schema import ParallelConfig
 from orchestrator.engine.mesh import Mesh
+from orchestrator.plan.engine_rules import SPLIT_SCHEDULES
 
 BUCKET_BYTES: dict[str, int | None] = {"cpu": None, "cuda": 128 * 2**20}
 """Stage 0: gradient bytes (FP32) of one all-reduce, by device; None: the whole model at once. gloo on a CPU cannot
 overlap with compute, so fewer calls win there; on GPUs buckets overlap with the rest of the backward pass."""
-
-SPLIT_SCHEDULES = frozenset({"interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"})
-"""Pipeline schedules that run a backward pass in two parts, for the inputs and for the weights."""
 
 
 @dataclass(frozen=True, slots=True)

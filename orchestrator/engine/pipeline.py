@@ -27,9 +27,10 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from orchestrator.engine.data_parallel import SPLIT_SCHEDULES, DataParallel
+from orchestrator.engine.data_parallel import DataParallel
 from orchestrator.engine.loss import summed_loss
 from orchestrator.engine.mesh import Mesh
+from orchestrator.plan.engine_rules import SPLIT_SCHEDULES
 from orchestrator.plan.run_plan import RunPlan
 
 if TYPE_CHECKING:

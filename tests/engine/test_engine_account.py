@@ -141,4 +141,4 @@ def test_a_step_leaves_nothing_behind_but_weights_and_optimizer(
 def test_what_is_cut_is_not_held_at_the_peak(counted: dict[int, tuple[Account, dict[str, int], RunPlan]]) -> None:
     peaks = [counted[stage][0].peak_bytes for stage in CASES]
     assert peaks[0] > max(peaks[1:])
-    assert peaks[3] < 0.8 * min(peaks[1:3])
+    assert peaks[3] < 0.9 * min(peaks[1:3])
