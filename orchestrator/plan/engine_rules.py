@@ -13,7 +13,6 @@ from orchestrator.config.schema import RunConfig
 from orchestrator.errors import Problem
 from orchestrator.plan.run_plan import RunPlan
 
-
 SPLIT_SCHEDULES = frozenset({"interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"})
 """Schedules that run a backward pass in two parts, for the inputs and for the weights."""
 
@@ -50,7 +49,8 @@ LIMITS: tuple[Limit, ...] = (
 
 
 def _selective_twice(config: RunConfig) -> str:
-    """The kind of recomputation, where only a schedule that runs a backward pass in two parts could stand against it."""
+    """The kind of recomputation, where only a schedule that runs a backward pass in two parts could stand against
+    it."""
     split = config.parallel.pipeline > 1 and config.parallel.schedule in SPLIT_SCHEDULES
     return config.training.activation_checkpointing if split else "none"
 
