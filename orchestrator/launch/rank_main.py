@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from orchestrator.errors import OrchestratorError
 from orchestrator.launch.board import Board
 from orchestrator.launch.report import classify
 from orchestrator.plan.rank_task import Phase, RankTask
@@ -98,7 +99,9 @@ def run(handle: int) -> int:
 
 
 def _report_error(link: Link, error: BaseException) -> None:
-    message = "".join(traceback.format_exception_only(error)).strip()
+    # An error of ours is written for the user already; any other is told with its class.
+    ours = isinstance(error, OrchestratorError)
+    message = str(error) if ours else "".join(traceback.format_exception_only(error)).strip()
     text = traceback.format_exc()[-_TRACEBACK_CHARACTERS:]
     try:
         link.report({"kind": "error", "class": classify(error), "message": message, "traceback": text})
