@@ -45,7 +45,10 @@ class Progress:
     """Of the last step."""
     validation_loss: float | None = None
     """Of the last validation."""
+    begun_at: int = 0
+    """Step that this process went on from; its checkpoint is there already."""
     saved_step: int | None = None
+    """Of the newest checkpoint that is known to be complete; other ranks may know later."""
     checkpoint: str | None = None
     """Path of the newest checkpoint."""
     first_step_ended: float | None = None
@@ -64,6 +67,7 @@ class Progress:
             tokens=resumed.tokens,
             loss=resumed.loss,
             validation_loss=resumed.validation_loss,
+            begun_at=resumed.step,
             saved_step=None if resumed.checkpoint is None else resumed.step,
             checkpoint=None if resumed.checkpoint is None else str(resumed.checkpoint.path),
         )
@@ -197,8 +201,8 @@ def _save_is_due(run: Run, progress: Progress) -> bool:
 
 
 def _save(run: Run, progress: Progress) -> None:
-    """Write a checkpoint of the steps done (collective), unless there is one already."""
-    if progress.saved_step == progress.step or progress.step == 0:
+    """Write a checkpoint of the steps done (collective); the writer leaves out a step that it has saved already."""
+    if progress.step == progress.begun_at:
         return
     run.link.beat("saving", progress.step)
     manifest = describe(
@@ -209,7 +213,6 @@ def _save(run: Run, progress: Progress) -> None:
         data_position={"step": progress.step, "seed": run.feed.order.seed, "samples": run.feed.order.samples},
     )
     run.writer.save(progress.step, state_of(run.parts), manifest)
-    progress.saved_step = progress.step
     progress.last_save = time.monotonic()
 
 
@@ -218,6 +221,7 @@ def note_checkpoints(run: Run, progress: Progress) -> None:
     for outcome in run.writer.take_outcomes():
         if outcome.path is not None:
             progress.checkpoint = str(outcome.path)
+            progress.saved_step = outcome.step
         if run.task.rank == 0:
             path = None if outcome.path is None else str(outcome.path)
             run.link.report({"kind": "checkpoint", "step": outcome.step, "path": path, "error": outcome.error})
