@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.errors import Problem
+from orchestrator.plan.batch import nearest_multiples
 from orchestrator.plan.run_plan import RunPlan
+from orchestrator.plan.validate.wording import one_of
 
 SPLIT_SCHEDULES = frozenset({"interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"})
 """Schedules that run a backward pass in two parts, for the inputs and for the weights."""
@@ -81,4 +83,17 @@ def engine_problems(plan: RunPlan) -> tuple[Problem, ...]:
                     f"Use {allowed} to train; `plan` and `search` take it as it is.",
                 )
             )
-    return tuple(problems)
+    return (*problems, *_uneven_vocabulary(plan.config))
+
+
+def _uneven_vocabulary(config: RunConfig) -> Iterator[Problem]:
+    """Rows that tensor ranks cut unevenly and ZeRO cuts again: torch 2.13 then mistakes where a rank's rows begin."""
+    rows, tensor = config.model.vocab_size, config.parallel.tensor
+    if config.parallel.zero_stage == 0 or rows % tensor == 0:
+        return
+    yield Problem(
+        "model.vocab_size",
+        f"{rows} rows do not divide over parallel.tensor={tensor}, and ZeRO cuts each part again: this version of the "
+        "engine does not run that.",
+        f"Use {one_of(nearest_multiples(rows, tensor))}, or parallel.zero_stage=0.",
+    )

@@ -161,3 +161,13 @@ def test_the_engine_s_limits_are_problems_of_a_plan_that_is_otherwise_feasible()
     for problem in engine_problems(plan):
         assert "can be planned" in problem.message
         assert problem.key in problem.fix
+
+
+def test_an_uneven_vocabulary_under_tensor_parallelism_and_zero_is_refused_with_the_nearest_even_ones() -> None:
+    uneven = cases.config(
+        model_changes={"vocab_size": 32001}, parallel={"tensor": 2, "zero_stage": 1}, cluster={"nodes": 1}
+    )
+    (problem,) = engine_problems(make_plan(uneven))
+    assert problem.key == "model.vocab_size"
+    assert "32000" in problem.fix
+    assert "32002" in problem.fix

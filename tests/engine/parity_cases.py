@@ -149,7 +149,9 @@ CASES: dict[int, list[Case]] = {
             case(f"tensor 2, ZeRO-{stage}", "ragged", CLIPPED, **(zero(2, stage) | tensor(2, stage == 2)))
             for stage in (1, 2, 3)
         ),
-        case("tensor 2, ZeRO-3, uneven vocabulary", "ragged", **(zero(2, 3) | tensor(2, True)), model__vocab_size=97),
+        case(
+            "tensor 2, data 2, uneven vocabulary", "ragged", **tensor(2, True), parallel__data=2, model__vocab_size=97
+        ),
         *(
             case(f"hybrid: ZeRO-{stage} in groups of 2", "ragged", CLIPPED, **zero(4, stage), parallel__zero_group=2)
             for stage in (1, 2, 3)
