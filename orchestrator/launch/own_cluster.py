@@ -8,12 +8,18 @@ are pinned by `tests/launch/test_launch_ray_contract.py`.
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray.train.v2._internal.execution.scaling_policy.fixed import FixedScalingPolicy
+
+from orchestrator.launch import reaper
 
 _OBJECT_STORE_BYTES = 80 * 2**20
 """Nothing of a run goes through the object store; this is about the smallest that Ray takes without a word."""
@@ -53,9 +59,32 @@ def own_cluster(num_cpus: int) -> Iterator[str]:
         no_monitor=True,
         include_log_monitor=False,  # type: ignore[arg-type]  # annotated as a string, used as a truth value
     )
-    # The reaper ties the processes to this one: they end with it however it ends.
-    node = _LeanHead(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
+    mark = uuid.uuid4().hex
+    with _reaper(mark):
+        os.environ[reaper.MARK] = mark
+        try:
+            # Ray's reaper and ours tie the processes to this one: they end with it however it ends.
+            node = _LeanHead(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
+        finally:
+            del os.environ[reaper.MARK]
+        try:
+            yield node.gcs_address
+        finally:
+            node.kill_all_processes(check_alive=False, allow_graceful=True)
+
+
+@contextlib.contextmanager
+def _reaper(mark: str) -> Iterator[None]:
+    """A process that ends what carries the mark once its standard input is closed: by us, or by our death."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", reaper.__file__, mark],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
-        yield node.gcs_address
+        yield
     finally:
-        node.kill_all_processes(check_alive=False, allow_graceful=True)
+        assert process.stdin is not None
+        process.stdin.close()  # nobody waits for it: it ends by itself within seconds

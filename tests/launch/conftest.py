@@ -12,9 +12,14 @@ from typing import Any
 import pytest
 
 from orchestrator.launch.request import LaunchOutcome, LaunchRequest
+from orchestrator.launch.session import prepare_environment
 from orchestrator.plan.run_plan import RunPlan
 
 TOY = "tests.launch.toy_engine:run"
+
+# Ray decides when it is imported whether its nodes may use loopback, so this comes before any test imports it.
+os.environ.pop("RAY_ADDRESS", None)
+prepare_environment()
 
 
 @dataclass
@@ -31,9 +36,6 @@ class Told:
 @pytest.fixture(scope="session")
 def two_nodes() -> Iterator[str]:
     """Address of a cluster of two nodes with two CPU slots each."""
-    from orchestrator.launch.session import prepare_environment
-
-    prepare_environment()
     from ray.cluster_utils import Cluster
 
     small = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
