@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from models.spec import parameter_specs
+from orchestrator.engine.initialise import fill
 from tests.engine.gloo import on_ranks
 from tests.engine.parity import Case, RankTrace, expected, run_cases, together
 from tests.engine.parity_cases import ALL, CASES, FAST
@@ -40,6 +42,20 @@ def marked(cases: list[Case]) -> list[object]:
 
 
 every_case = pytest.mark.parametrize("one", marked(ALL))
+
+
+@every_case
+def test_initial_weights_are_those_of_one_process_bit_for_bit(
+    one: Case, outcomes: dict[str, tuple[list[RankTrace], Trace]]
+) -> None:
+    config, generator = one.plan().config, torch.Generator()
+    found = together(outcomes[one.name][0])[0]
+    specs = [spec for spec in parameter_specs(config.model) if spec.tied_to is None]
+    assert set(found) == {spec.name for spec in specs}
+    for spec in specs:
+        whole = torch.empty(spec.shape)
+        fill(whole, [0] * len(spec.shape), spec, config.training.seed, generator)
+        assert torch.equal(found[spec.name], whole.to(found[spec.name].dtype)), spec.name
 
 
 @every_case
