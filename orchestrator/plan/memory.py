@@ -15,7 +15,7 @@ from orchestrator.plan.run_plan import ParallelFacts, RankMemory
 from orchestrator.plan.stages import stages_of_rank
 from orchestrator.plan.states import Stages, StateMemory, held_stages, rank_elements, state_memory
 from orchestrator.plan.system_profile import SystemProfile
-from orchestrator.plan.timeline import peak_kept
+from orchestrator.plan.timeline import keeps_most_after_a_backward, peak_kept
 from orchestrator.plan.traffic import stream_bytes
 from orchestrator.plan.work import Work, moments_share, work_of
 
@@ -123,20 +123,19 @@ def _rank_memory(work: Work, profile: SystemProfile, common: _Common, held: _Hel
 
 def kept_activations(work: Work, profile: SystemProfile, block: BlockActivations, stages: Stages, rank: int) -> float:
     """Bytes that the micro-batches in flight keep on a pipeline rank, when it keeps most."""
-    return _kept(work, _common(work, profile, block), _hold(stages, rank_states(work, profile, stages)), rank)[1]
+    return _kept(work, _common(work, profile, block), _hold(stages, rank_states(work, profile, stages)), rank)
 
 
-def _kept(work: Work, common: _Common, held: _Held, rank: int) -> tuple[int, float]:
-    """(micro-batches in flight, bytes that they keep) on a pipeline rank, when it keeps most."""
+def _kept(work: Work, common: _Common, held: _Held, rank: int) -> float:
+    """Bytes that the micro-batches in flight keep on a pipeline rank, when it keeps most."""
     facts = work.parallel
     kept = peak_kept(facts.schedule, facts.pipeline, facts.virtual_stages, facts.micro_batches, rank, held.weights)
-    most, blocks, stages = 0, 0, 0
+    blocks, stages = 0, 0
     for stage, layers in zip(kept, held.layers, strict=True):
         count = stage.whole + stage.weights_only
         blocks += count * layers
         stages += count
-        most = max(most, count)
-    return most, blocks * common.block.kept + stages * common.boundary
+    return blocks * common.block.kept + stages * common.boundary
 
 
 Instant = tuple[float, float, float, float, float]
@@ -151,11 +150,14 @@ def _total(instant: Instant) -> float:
 def _instants(work: Work, common: _Common, held: _Held, rank: int) -> tuple[Instant, ...]:
     """The moments that can be the peak: the loss, start and end of the first block's backward after it, and those of
     the last block's backward in the last micro-batch, when all gradients exist."""
-    in_flight, kept = _kept(work, common, held, rank)
+    kept = _kept(work, common, held, rank)
     states, block = held.states, common.block
     # Gradients of earlier micro-batches are there at the peak unless it comes before the first backward; in a pipeline
     # the last of them are still being reduced.
-    started = work.parallel.micro_batches > in_flight
+    facts = work.parallel
+    started = keeps_most_after_a_backward(
+        facts.schedule, facts.pipeline, facts.virtual_stages, facts.micro_batches, rank, held.weights
+    )
     gradients = float(states.gradients) if started and not work.offload else 0.0
     received = common.received * held.neighbours
     reducing = states.reducing if started and work.parallel.pipeline > 1 else 0.0

@@ -18,6 +18,10 @@ Kind = Literal["F", "B", "I", "W"]
 """`F` forward; `B` whole backward; `I` backward for the inputs only; `W` backward for the weights, after its `I`."""
 
 
+SPLIT_BACKWARDS = frozenset({"interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"})
+"""Schedules that split a backward pass into inputs and weights."""
+
+
 class Action(NamedTuple):
     """One computation of one stage on one micro-batch."""
 

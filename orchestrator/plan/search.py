@@ -20,6 +20,7 @@ from orchestrator.plan.search_space import (
     Course,
     Split,
     micro_batch_sizes,
+    recomputations,
     schedules,
     splits,
 )
@@ -150,7 +151,11 @@ def _courses(evaluate: Evaluator, split: Split, allowed: Callable[[Candidate], b
     for size in micro_batch_sizes(evaluate.config, split):
         for schedule, virtual in schedules(evaluate.config, split, evaluate.micro_batches(split, size)):
             found.append(Course(schedule, virtual, size, "none"))
-    return [course for course in found if any(allowed(Candidate(split, course.with_recompute(r))) for r in RECOMPUTE)]
+    return [
+        course
+        for course in found
+        if any(allowed(Candidate(split, course.with_recompute(r))) for r in recomputations(course.schedule))
+    ]
 
 
 def best_course(
@@ -200,8 +205,9 @@ def _push(
     course: Course,
 ) -> None:
     """Queue a course with the least recomputation, from `level` on, with which it may fit; if there is any."""
-    higher = evaluate.least_recompute(split, course, level) if level < len(RECOMPUTE) else None
-    if higher is not None:
+    levels = len(recomputations(course.schedule))
+    higher = evaluate.least_recompute(split, course, level) if level < levels else None
+    if higher is not None and higher < levels:
         tried = course.with_recompute(RECOMPUTE[higher])
         heapq.heappush(queue, (evaluate.floor_seconds(Candidate(split, tried)), index, higher, tried))
 

@@ -15,6 +15,7 @@ from typing import Literal
 from orchestrator.config.schema import RunConfig, Schedule
 from orchestrator.plan.batch import divisors
 from orchestrator.plan.inventory import Inventory, take_inventory
+from orchestrator.plan.schedules import SPLIT_BACKWARDS
 from orchestrator.plan.validate.size_rules import MOST_PIPELINE_RANKS, MOST_STAGES
 
 Recompute = Literal["none", "selective", "full"]
@@ -29,6 +30,11 @@ _VIRTUAL_STAGES: dict[Schedule, tuple[int, ...]] = {
     "interleaved_zero_bubble": (1, 2),
 }
 """Stages a rank that are tried; more make the bubble hardly smaller, and messages and kept activations many."""
+
+
+def recomputations(schedule: Schedule) -> tuple[Recompute, ...]:
+    """Kinds of recomputation that a schedule allows: with a split backward pass it saves nothing (`validate/`)."""
+    return RECOMPUTE[:1] if schedule in SPLIT_BACKWARDS else RECOMPUTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +165,7 @@ def courses(config: RunConfig, split: Split) -> Iterator[Course]:
     for size in micro_batch_sizes(config, split):
         micro_batches = config.training.global_batch_size // split.data // size
         for schedule, virtual in schedules(config, split, micro_batches):
-            for recompute in RECOMPUTE:
+            for recompute in recomputations(schedule):
                 yield Course(schedule, virtual, size, recompute)
 
 

@@ -11,14 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from orchestrator.plan.schedules import SPLIT_BACKWARDS
 from orchestrator.plan.work import Work
 
 Attention = Literal["unfused", "flash"]
 """`unfused`: scores are kept as a matrix; `flash`: they are never stored (Dao et al. 2022)."""
-
-
-SPLIT_BACKWARDS = frozenset({"interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"})
-"""Schedules that split a backward pass into inputs and weights."""
 
 
 @dataclass(frozen=True, slots=True)

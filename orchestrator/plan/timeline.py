@@ -222,3 +222,33 @@ def _peak(
             rest[place] -= 1
             weight -= stage_weights[place] * weights_only_share
     return best
+
+
+@lru_cache(maxsize=65536)
+def keeps_most_after_a_backward(
+    schedule: str, pipeline: int, virtual_stages: int, micro_batches: int, rank: int, stage_weights: tuple[float, ...]
+) -> bool:
+    """Whether a rank keeps as much as at its peak when some backward pass of it is already done: gradients exist then.
+
+    `stage_weights` as for `peak_kept`.
+    """
+    if pipeline == 1:
+        return micro_batches > 1
+    if schedule == "gpipe":
+        return False
+    if schedule == "1f1b":
+        return micro_batches > pipeline - rank
+    count = _shorter(schedule, pipeline, micro_batches, _KEPT_ROUNDS)
+    place = {stage: at for at, stage in enumerate(stages_of_rank(rank, pipeline, virtual_stages, schedule))}
+    weight = peak = after = 0.0
+    begun = False
+    for stage, kind, _, _ in action_lists(schedule, pipeline, virtual_stages, count)[rank]:
+        if kind == "F":
+            weight += stage_weights[place[stage]]
+        elif kind != "I":
+            weight -= stage_weights[place[stage]]
+        begun = begun or kind != "F"
+        peak = max(peak, weight)
+        if begun:
+            after = max(after, weight)
+    return after >= peak * (1 - 1e-9)

@@ -174,14 +174,18 @@ def facts_of_row(row: Row) -> ParallelFacts:
     virtual = virtual_stages_of_row(row, pipeline)
     layers, stages = number(row, "layers"), pipeline * virtual
     stage = zero_stage_of_row(row)
+    # Hybrid sharding shares within a node (its usual form; no table says otherwise).
+    group = 1 if stage == 0 else data * context
+    if row["dp_kind"].startswith("HSDP") and group % number(row, "gpus_per_node", 8) == 0:
+        group = number(row, "gpus_per_node", 8)
     return ParallelFacts(
         data=data,
         tensor=tensor,
         pipeline=pipeline,
         context=context,
         zero_stage=stage,
-        zero_group=1 if stage == 0 else data * context,
-        replicate=1,
+        zero_group=group,
+        replicate=1 if stage == 0 else data * context // group,
         world_size=world,
         schedule="1f1b" if virtual == 1 else "interleaved_1f1b",
         virtual_stages=virtual,
@@ -258,7 +262,7 @@ _LEAST_FIRST: tuple[Recompute, ...] = ("none", "cheap", "full")
 
 _PROFILES = (
     ("llm-foundry", "fsdp1"),
-    ("fms-fsdp", "fsdp1"),
+    ("fms-fsdp", "fms_fsdp"),
     ("KempnerForge", "kempner_forge"),
     ("torchtitan FSDP2 +compile +asyncTP", "fsdp2_async"),
     ("torchtitan FSDP2 +compile", "fsdp2_compiled"),

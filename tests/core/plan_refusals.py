@@ -67,7 +67,15 @@ REFUSALS = (
         ("zbv_zero_bubble",),
         ("training.compile=false", "1f1b"),
         parallel={"pipeline": 2, "virtual_stages": 2, "schedule": "zbv_zero_bubble"},
-        training={"compile": True},
+        training={"compile": True, "activation_checkpointing": "none"},
+    ),
+    Refusal(
+        "recomputation under a split backward",
+        "training.activation_checkpointing",
+        ("zbv_zero_bubble", "saves no memory"),
+        ("training.activation_checkpointing=none", "1f1b"),
+        parallel={"pipeline": 2, "virtual_stages": 2, "schedule": "zbv_zero_bubble"},
+        training={"activation_checkpointing": "selective"},
     ),
     Refusal(
         "momentum for adamw",
@@ -231,6 +239,7 @@ REFUSALS = (
         ("dualpipev", "exactly 2 stages"),
         ("parallel.virtual_stages=2",),
         parallel={"pipeline": 2, "virtual_stages": 3, "schedule": "dualpipev"},
+        training={"activation_checkpointing": "none"},
     ),
     Refusal(
         "interleaving of one stage",
@@ -253,7 +262,7 @@ REFUSALS = (
         ("at least 2 x parallel.pipeline = 8", "= 4"),
         ("training.global_batch_size=16 or 32",),
         parallel={"pipeline": 4, "virtual_stages": 2, "schedule": "dualpipev"},
-        training={"global_batch_size": 8},
+        training={"global_batch_size": 8, "activation_checkpointing": "none"},
     ),
     Refusal(
         "micro-batches that do not fill the rounds",
