@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 
-def apply_compile(blocks: list[nn.Module]) -> None:
+def apply_compile(blocks: list[nn.Module], backend: str = "inductor") -> None:
     """Compile the forward of every block for the shapes that it first sees, in place."""
     for block in blocks:
-        block.forward = torch.compile(block.forward, dynamic=False)
+        block.forward = torch.compile(block.forward, dynamic=False, backend=backend)

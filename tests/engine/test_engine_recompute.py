@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.llama.module import LlamaModel
+from orchestrator.engine.compilation import apply_compile
 from orchestrator.engine.recompute import apply_recompute
 from tests.engine.cases import tiny_config
 
@@ -79,6 +81,21 @@ def test_full_keeps_the_input_of_a_block_alone() -> None:
     tables = 2 * 64 * 4 * 4
     assert kept["full"] <= one_input + tables
     assert kept["none"] > 8 * one_input
+
+
+@pytest.mark.parametrize("kind", ["none", "selective"])
+def test_alike_blocks_are_compiled_once(kind: str) -> None:
+    model = LlamaModel(tiny_config(model__num_hidden_layers=4).model)
+    model.to_empty(device="cpu")
+    model.initialise_buffers()
+    blocks = list(model.layers.children())
+    apply_recompute(blocks, kind, dropout=False)  # type: ignore[arg-type]
+    torch._dynamo.reset()
+    counters.clear()
+    apply_compile(blocks, backend="aot_eager")
+    for _ in range(2):
+        model(torch.randint(0, 96, (2, 16))).square().mean().backward()
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def kept_bytes(kind: str) -> int:
