@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from models.parameters import ShardingTable
 from orchestrator.config.schema import ParallelConfig
 from orchestrator.engine.mesh import Mesh
-from orchestrator.plan.engine_rules import SPLIT_SCHEDULES
+from orchestrator.plan.schedules import SPLIT_BACKWARDS
 
 BUCKET_BYTES: dict[str, int | None] = {"cpu": None, "cuda": 128 * 2**20}
 """Stage 0: gradient bytes (FP32) of one all-reduce, by device; None: the whole model at once. gloo on a CPU cannot
@@ -77,7 +77,7 @@ def apply_data_parallel(
 ) -> DataParallel:
     """Wrap a stage of the model in place for its ZeRO stage; its parameters may still be on the meta device.
 
-    Under the schedules that split a backward pass (`SPLIT_SCHEDULES`) torch keeps weights and gradients whole
+    Under the schedules that split a backward pass (`SPLIT_BACKWARDS`) torch keeps weights and gradients whole
     within a step: stages 2 and 3 are then stage 1.
     """
     device = mesh.whole.device_type
@@ -85,7 +85,7 @@ def apply_data_parallel(
     options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
     # Embeddings behind tensor parallelism return views. Nothing of ours changes a module's output in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    split = parallel.pipeline > 1 and parallel.schedule in SPLIT_SCHEDULES
+    split = parallel.pipeline > 1 and parallel.schedule in SPLIT_BACKWARDS
     zero_stage = min(parallel.zero_stage, 1) if split else parallel.zero_stage
     if zero_stage == 0:
         options |= {"mesh": mesh.gradient}

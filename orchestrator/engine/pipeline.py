@@ -30,8 +30,8 @@ from torch.distributed.pipelining.schedules import (
 from orchestrator.engine.data_parallel import DataParallel
 from orchestrator.engine.loss import summed_loss
 from orchestrator.engine.mesh import Mesh
-from orchestrator.plan.engine_rules import SPLIT_SCHEDULES
 from orchestrator.plan.run_plan import RunPlan
+from orchestrator.plan.schedules import SPLIT_BACKWARDS
 
 if TYPE_CHECKING:
     from orchestrator.engine.step import MicroBatch
@@ -44,7 +44,7 @@ SPLIT = {
     "zbv_zero_bubble": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
-"""Several stages a rank; backward passes are split into inputs and weights (`SPLIT_SCHEDULES`)."""
+"""Several stages a rank; backward passes are split into inputs and weights (`SPLIT_BACKWARDS`)."""
 
 
 class _Hidden(nn.Module):
@@ -168,7 +168,7 @@ def build_pipeline(
             "output_args": logits if number == total - 1 else hidden,
             "group": group,
         }
-        if name in SPLIT_SCHEDULES:
+        if name in SPLIT_BACKWARDS:
             wrapped.append(PipelineStage(stage, number, total, device, **options))
         else:
             wrapped.append(_Stage(part, count, _Hidden(stage), number, total, device, **options))

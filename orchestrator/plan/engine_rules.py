@@ -15,9 +15,6 @@ from orchestrator.plan.batch import nearest_multiples
 from orchestrator.plan.run_plan import RunPlan
 from orchestrator.plan.validate.wording import one_of
 
-SPLIT_SCHEDULES = frozenset({"interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"})
-"""Schedules that run a backward pass in two parts, for the inputs and for the weights."""
-
 
 @dataclass(frozen=True, slots=True)
 class Limit:
@@ -38,23 +35,9 @@ LIMITS: tuple[Limit, ...] = (
             ("model.resid_pdrop", lambda config, plan: _with_tensor(config, config.model.resid_pdrop)),
         )
     ),
-    Limit(
-        "training.activation_checkpointing",
-        # torch allows one backward pass over what it recomputed selectively; these schedules run two.
-        lambda config, plan: _selective_twice(config),
-        ("none", "full"),
-        " beside a schedule that splits backward passes (zero bubble, DualPipeV)",
-    ),
     Limit("parallel.context", lambda config, plan: config.parallel.context, (1,)),
 )
 """Everything the engine does not run in every form; remove a line when it does."""
-
-
-def _selective_twice(config: RunConfig) -> str:
-    """The kind of recomputation, where only a schedule that runs a backward pass in two parts could stand against
-    it."""
-    split = config.parallel.pipeline > 1 and config.parallel.schedule in SPLIT_SCHEDULES
-    return config.training.activation_checkpointing if split else "none"
 
 
 def _with_tensor(config: RunConfig, value: float) -> float:
