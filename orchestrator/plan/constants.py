@@ -16,47 +16,47 @@ class Fitted:
 
     product_share: float = 0.92
     """Share of a 312 TFLOP/s peak that large matrix products reach with mature libraries."""
-    product_fall: float = 0.0773
+    product_fall: float = 0.0826
     """How that share falls with the peak: (312e12 / peak) ** this."""
-    young_loss: float = 0.324
+    young_loss: float = 0.308
     """Share of the rate that libraries lose on a GPU that has just come out."""
-    young_months: float = 56.3
+    young_months: float = 53.0
     """Months after which that loss has fallen to 1/e."""
-    product_passes: float = 0.684
+    product_passes: float = 0.739
     """Passes over inputs, weights and outputs of a matrix product that are not hidden behind it."""
-    eager_passes: float = 1.67
+    eager_passes: float = 1.72
     """Memory traffic of elementwise kernels relative to the fused count, one kernel an operation."""
-    fused_passes: float = 0.593
+    fused_passes: float = 0.7
     """The same with fused kernels."""
-    flash_share: float = 0.386
+    flash_share: float = 0.38
     """Rate of flash attention relative to that of large matrix products."""
-    flash_fused_share: float = 0.672
+    flash_fused_share: float = 0.674
     """The same for kernels written for the GPU's generation (cuDNN, Transformer Engine)."""
-    score_bytes: float = 8.06
+    score_bytes: float = 8.78
     """Memory traffic of one attention score when scores are stored, forward, in bytes."""
-    odd_head_factor: float = 9
+    odd_head_factor: float = 6.9
     """Slow-down of attention's products when head_dim is no multiple of 8."""
-    odd_width_factor: float = 1.5
+    odd_width_factor: float = 1.56
     """Slow-down of matrix products when a cut dimension is no multiple of 64."""
-    block_overhead_seconds: float = 0.000293
+    block_overhead_seconds: float = 0.000247
     """Fixed time of one block and micro-batch, forward and backward (launches, allreduce latencies, small kernels)."""
-    nvlink_share: float = 0.838
+    nvlink_share: float = 0.801
     """Share of the NVLink rate that large collectives reach."""
-    network_share: float = 0.606
+    network_share: float = 0.608
     """Share of the network rate that large collectives reach."""
-    tensor_hidden: float = 0.769
+    tensor_hidden: float = 0.801
     """Share of tensor-parallel traffic hidden by systems that overlap it."""
-    data_exposed: float = 0.165
+    data_exposed: float = 0.247
     """Share of overlapped data-parallel traffic that is exposed although compute would cover it."""
-    context_exposed: float = 0.271
+    context_exposed: float = 0.282
     """Share of context-parallel traffic that is exposed."""
     pipeline_exposed: float = 0.98
     """Share of stage-to-stage traffic that is exposed."""
-    jitter: float = 0.00209
+    jitter: float = 0.00265
     """Step time added with each doubling of the number of nodes (stragglers, congestion)."""
-    loss_bytes: float = 17.4
+    loss_bytes: float = 20.6
     """Memory traffic of one logit in loss and its gradient, in bytes."""
-    step_overhead_seconds: float = 0.0864
+    step_overhead_seconds: float = 0.0776
     """Fixed time of an optimizer step."""
 
 
