@@ -135,7 +135,7 @@ def _priced(plan: RunPlan, facts: Facts, parallel: ParallelFacts) -> RunPlan:
             f"Time is not computed: {config.cluster.gpu.name} lacks a rate that it needs (peak or bandwidth)."
         )
     if not profile.calibrated:
-        warnings.append(f"Profile {profile.name!r} is not yet confirmed by measurements of the engine.")
+        warnings.append(f"Profile {profile.name!r} is uncalibrated: not yet confirmed by measurements of the engine.")
     if batch.steps_of(config.training) is None:
         warnings.append("The run has no length, so days and cost are not computed.")
     return replace(
