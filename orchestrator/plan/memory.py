@@ -158,14 +158,20 @@ def _instants(work: Work, common: _Common, held: _Held, rank: int) -> tuple[Inst
     started = keeps_most_after_a_backward(
         facts.schedule, facts.pipeline, facts.virtual_stages, facts.micro_batches, rank, held.weights
     )
-    gradients = float(states.gradients) if started and not work.offload else 0.0
+    whole = 0.0 if work.offload else float(states.gradients)
+    gradients = whole if started else 0.0
     received = common.received * held.neighbours
-    reducing = states.reducing if started and work.parallel.pipeline > 1 else 0.0
-    return (
+    reducing = states.reducing if started and facts.pipeline > 1 else 0.0
+    moments = [
         (gradients, states.gathered_at_loss, kept, common.logits if held.head else 0.0, received + reducing),
         *_in_block(gradients, states.gathered, kept, received, block, states),
         *_in_block(states.gradients, states.gathered_last, block.kept, received, block, states),
-    )
+    ]
+    if not started and facts.micro_batches > 1:
+        # After the first backward there are gradients, and a micro-batch less in one of the stages.
+        fewer = max(kept - min(held.layers) * block.kept, block.kept)
+        moments += _in_block(whole, states.gathered, fewer, received, block, states)
+    return tuple(moments)
 
 
 def _in_block(
