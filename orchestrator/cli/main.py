@@ -24,6 +24,8 @@ FAILED, STOPPED = 3, 4
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. Never raises for a user's mistake or an interrupt."""
+    if sys.stdout is None:  # closed by the caller (`>&-`): the exit code still says what happened
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     try:
         code = _dispatch(parse(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()

@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrator.cli.invocation import Invocation
 from orchestrator.cli.preflight import plan_of
-from orchestrator.cli.show import print_problems
+from orchestrator.cli.show import page_console, print_problems
 from orchestrator.errors import ConfigError
 from orchestrator.plan.engine_rules import engine_problems
 from orchestrator.plan.run_plan import SCHEMA_VERSION, CostPlan, RunPlan, TimePlan, TrafficPlan
@@ -44,11 +44,9 @@ def run(invocation: Invocation) -> int:
     if invocation.json:
         _print_json(plan.to_dict())
     else:
-        from rich.console import Console
-
         from orchestrator.plan.explain import render
 
-        render(plan, Console())
+        render(plan, page_console())
     if not plan.feasible:
         if invocation.json or not sys.stdout.isatty():  # on a terminal the page has shown them
             print_problems(plan.problems)

@@ -10,6 +10,7 @@ import json
 import sys
 
 from orchestrator.cli.invocation import Invocation
+from orchestrator.cli.show import page_console
 from orchestrator.config.schema import RunConfig
 from orchestrator.errors import PlanError
 from orchestrator.plan.auto import fewest_nodes, no_plan_fits, plain, with_nodes
@@ -46,11 +47,9 @@ def run(invocation: Invocation) -> int:
         sys.stdout.write("\n")
         sys.stdout.flush()
     else:
-        from rich.console import Console
-
         from orchestrator.plan.explain_search import render_search
 
-        render_search(config, found, Console())
+        render_search(config, found, page_console())
     if not found.ranked:
         raise PlanError(no_plan_fits(config, fewest_nodes(config)))
     return 0

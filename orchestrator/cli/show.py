@@ -9,8 +9,12 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from orchestrator.errors import Problem
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _PROGRAM = "python -m orchestrator"
 """Where a command begins at the end of a fix."""
@@ -47,6 +51,17 @@ def print_warnings(warnings: Iterable[str]) -> None:
     """Print warnings to stderr, one paragraph each."""
     for warning in warnings:
         print("\n".join(_wrapped(f"warning: {warning}", terminal_width(), "", "  ")), file=sys.stderr, flush=True)
+
+
+def page_console() -> Console:
+    """Where a page is printed. A reader that goes away raises BrokenPipeError; Rich alone would exit with 1."""
+    from rich.console import Console
+
+    class Page(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Page()
 
 
 def terminal_width() -> int:

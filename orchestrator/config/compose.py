@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
@@ -119,7 +120,7 @@ def _compose(request: Request, directory: Path | None) -> _Composition:
     except Exception as error:  # Hydra meets a user's files here and raises what it likes, RecursionError included
         made.problems += files.broken_files(directory, choices) or files.broken_files(directory)
         if not made.problems:
-            made.problems.append(_composition_problem(error))
+            made.problems.append(_missing_option(error, directory) or _composition_problem(error))
         return made
     if directory is not None and (unusable := files.unusable(taken, directory)):
         made.problems += unusable
@@ -176,6 +177,21 @@ def _hydra_compose(
 
 def _quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _missing_option(error: BaseException, directory: Path | None) -> Problem | None:
+    """What to say when a defaults list names an option that is not there; Hydra's own words list its search path."""
+    missing = error.missing_cfg_file if isinstance(error, MissingConfigException) else None
+    group, _, option = (missing or "").lstrip("/").partition("/")
+    if group not in locate.GROUPS or not option:
+        return None
+    offered = locate.options(group, directory)
+    hint = did_you_mean(nearest(option, offered))
+    return Problem(
+        group,
+        f"A file's defaults list names `{group}: {option}`, and there is no such option.",
+        f"{hint} Choose one of: {', '.join(offered)}; or write {group}/{option}.yaml beside it.".strip(),
+    )
 
 
 def _composition_problem(error: BaseException) -> Problem:

@@ -42,6 +42,10 @@ _LOCAL_ENVIRONMENT = {
 }
 
 
+_KNOCK_SECONDS = 10.0
+"""How long a cluster's address may take to accept a connection."""
+
+
 def cluster_address() -> str | None:
     """Address of the cluster to join; None: start one of our own."""
     return os.environ.get("RAY_ADDRESS") or None
@@ -51,6 +55,10 @@ def own_host() -> str:
     """Address under which this machine is reached by the run's supervisors."""
     if cluster_address() is None:
         return "127.0.0.1"
+    return _node_address()
+
+
+def _node_address() -> str:
     from ray.util import get_node_ip_address
 
     return str(get_node_ip_address())  # type: ignore[no-untyped-call]
@@ -76,6 +84,8 @@ def ray_session(plan: RunPlan) -> Iterator[Any]:
                 from orchestrator.launch.own_cluster import own_cluster
 
                 address = stack.enter_context(own_cluster(_cpu_slots(plan)))
+            else:
+                _knock(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise RunError(_unreachable(error)) from error
@@ -83,6 +93,21 @@ def ray_session(plan: RunPlan) -> Iterator[Any]:
         for name in ("ray", "ray.train", "ray.data"):
             logging.getLogger(name).setLevel(logging.ERROR)
         yield ray
+
+
+def _knock(address: str) -> None:
+    """Raise OSError or ValueError at once where nothing listens: Ray itself would try for minutes, noisily."""
+    host, colon, port = address.rpartition(":")
+    if colon and "/" not in host and port.isdecimal():  # `ray://` and `auto` are Ray's to judge
+        if int(port) > 65535:
+            raise ValueError(f"{port} is no port")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
+        except OSError:
+            if host not in ("127.0.0.1", "localhost", "[::1]"):
+                raise
+            # Ray takes a loopback address for the machine's own, where alone it may listen.
+            socket.create_connection((_node_address(), int(port)), timeout=_KNOCK_SECONDS).close()
 
 
 def _cpu_slots(plan: RunPlan) -> int:

@@ -260,3 +260,25 @@ def test_a_training_without_its_gpus_names_them_what_is_there_and_the_plan_comma
     assert "no NVIDIA driver answers" in said.err
     assert "\n      python -m orchestrator plan +experiment=llama7b_zero2 training.seed=3\n" in said.err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [["plan"], ["plan", "--json"], ["--help"]])
+def test_a_closed_stdout_is_no_defect_of_the_program(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # what Python makes of `>&-`
+    assert main(words) == 0
+
+
+def test_a_reader_of_a_page_that_has_seen_enough_is_no_failure(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as nobody_reads:
+        done = subprocess.run(
+            [sys.executable, "-m", "orchestrator", "plan", "+experiment=llama7b_zero2"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=nobody_reads,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (0, "")

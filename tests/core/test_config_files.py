@@ -216,3 +216,12 @@ def test_our_own_models_package_is_found() -> None:
 
 def test_flattening_keeps_empty_maps_and_lists_as_values() -> None:
     assert dict(files.flatten({"a": {"b": 1, "c": {}}, "d": [1]}, "x")) == {"x.a.b": 1, "x.a.c": {}, "x.d": [1]}
+
+
+def test_a_defaults_list_that_names_no_option_is_told_in_our_words(mine: Folder) -> None:
+    mine.write("experiment/mine.yaml", "# @package _global_\ndefaults:\n  - override /parallel: zero33\n")
+    (problem,) = mine.problems("+experiment=mine")
+    assert problem.key == "parallel"
+    assert "`parallel: zero33`" in problem.message
+    assert "Did you mean `zero3`" in problem.fix
+    assert "pkg://" not in problem.message
