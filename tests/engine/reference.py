@@ -33,7 +33,7 @@ class Recipe:
     """How the reference trains."""
 
     optimizer: str = "sgd"
-    lr: float = 0.2
+    lr: float = 0.12
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
