@@ -24,7 +24,7 @@ from orchestrator.engine.build import build
 from orchestrator.engine.compute import describe_device, peak_memory_bytes, prepare_process
 from orchestrator.engine.feed import Feed
 from orchestrator.engine.mesh import build_mesh
-from orchestrator.engine.rendezvous import meet
+from orchestrator.engine.rendezvous import leave, meet
 from orchestrator.engine.resume import resume
 from orchestrator.engine.train import Progress, Run, note_checkpoints, train
 from orchestrator.plan.batch import steps_of
@@ -65,6 +65,7 @@ def run_rank(task: RankTask, link: RankLink) -> None:
     if progress.first_step_ended is not None:
         timings.seconds["first_step"] = progress.first_step_ended - started
     result = _result(run, progress, timings)
+    leave()
     link.report({"kind": "done", "rank": task.rank, "status": status, "step": progress.step, "result": result})
 
 

@@ -40,3 +40,12 @@ def meet(task: RankTask, link: RankLink, device: torch.device) -> None:
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
+
+
+def leave() -> None:
+    """Wait until every rank has got this far (collective).
+
+    Rank 0 keeps the store: were it to end while another rank still sets up a group, that rank would fail with
+    "connection reset by peer" at the end of a run that went well.
+    """
+    dist.all_reduce(torch.zeros(1))
