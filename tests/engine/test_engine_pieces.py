@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from orchestrator.engine.initialise import fill
 from orchestrator.engine.loss import IGNORED, summed_loss
 from orchestrator.engine.mesh import axis_sizes
 from orchestrator.engine.optimizer import build_optimizer, set_learning_rate
+from orchestrator.engine.rendezvous import leave
 from orchestrator.engine.schedule import learning_rate
 from tests.engine.cases import tiny_config, tiny_plan
 from tests.engine.gloo import on_ranks
@@ -180,3 +182,15 @@ def test_a_mesh_of_another_size_than_the_ranks_is_refused_with_the_arithmetic() 
     (message,) = on_ranks(1, build_over_too_few)
     assert "replicate 2" in message
     assert "= 2 ranks, but 1 ranks were started" in message
+
+
+def leave_after_work(rank: int, world: int, folder: Path) -> list[str]:
+    if rank == world - 1:  # the last one has something to do yet
+        sum(index for index in range(5_000_000))
+    (folder / str(rank)).touch()
+    leave()
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_no_rank_leaves_before_all_have_done_their_work(tmp_path: Path) -> None:
+    assert on_ranks(3, leave_after_work, tmp_path) == [["0", "1", "2"]] * 3
