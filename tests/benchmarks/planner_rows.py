@@ -176,7 +176,7 @@ def facts_of_row(row: Row) -> ParallelFacts:
     stage = zero_stage_of_row(row)
     # Hybrid sharding shares within a node (its usual form; no table says otherwise).
     group = 1 if stage == 0 else data * context
-    if row["dp_kind"].startswith("HSDP") and group % number(row, "gpus_per_node", 8) == 0:
+    if row.get("dp_kind", "").startswith("HSDP") and group % number(row, "gpus_per_node", 8) == 0:
         group = number(row, "gpus_per_node", 8)
     return ParallelFacts(
         data=data,
