@@ -127,10 +127,10 @@ def test_executed_steps_are_the_sum_over_attempts() -> None:
 @pytest.mark.parametrize(
     ("asked", "variable", "expected"),
     [
-        (None, None, "sqlite:////work/mlflow.db"),
+        (None, None, "sqlite:////home/ml/mlflow.db"),
         (None, "http://server:5000", "http://server:5000"),
         ("http://mine", "http://server:5000", "http://mine"),
-        ("sqlite:///notes/m.db", None, "sqlite:////work/notes/m.db"),
+        ("sqlite:///notes/m.db", None, "sqlite:////home/ml/notes/m.db"),
         ("sqlite:////data/m.db", None, "sqlite:////data/m.db"),
     ],
 )
@@ -138,11 +138,11 @@ def test_the_tracking_uri_is_the_asked_one_the_variables_or_a_file_here(
     asked: str | None, variable: str | None, expected: str
 ) -> None:
     environment = {} if variable is None else {"MLFLOW_TRACKING_URI": variable}
-    assert resolve_uri(asked, environment, Path("/work")) == expected
+    assert resolve_uri(asked, environment, Path("/home/ml")) == expected
 
 
 def test_files_go_beside_a_database_and_where_a_server_says() -> None:
-    assert artifact_location("sqlite:////work/mlflow.db", "a/b") == "file:///work/mlruns/a_b"
+    assert artifact_location("sqlite:////home/ml/mlflow.db", "a/b") == "file:///home/ml/mlruns/a_b"
     assert artifact_location("http://server", "a") is None
 
 
