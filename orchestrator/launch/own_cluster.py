@@ -23,6 +23,8 @@ from orchestrator.launch import reaper
 
 _OBJECT_STORE_BYTES = 80 * 2**20
 """Nothing of a run goes through the object store; this is about the smallest that Ray takes without a word."""
+_KEEP_ENVIRONMENT = "SPT_NOENV"
+"""Without it a Ray process that gives itself a title writes over its environment, and our reaper's mark with it."""
 
 
 class _LeanHead(Node):
@@ -61,16 +63,28 @@ def own_cluster(num_cpus: int) -> Iterator[str]:
     )
     mark = uuid.uuid4().hex
     with _reaper(mark):
-        os.environ[reaper.MARK] = mark
-        try:
+        with _environment({reaper.MARK: mark, _KEEP_ENVIRONMENT: "1"}):
             # Ray's reaper and ours tie the processes to this one: they end with it however it ends.
             node = _LeanHead(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
-        finally:
-            del os.environ[reaper.MARK]
         try:
             yield node.gcs_address
         finally:
             node.kill_all_processes(check_alive=False, allow_graceful=True)
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """These variables for the processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -53,6 +53,13 @@ class Command:
         return left
 
 
+def title_of(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").strip().decode()
+    except OSError:
+        return ""  # ended meanwhile
+
+
 def test_ctrl_c_in_a_terminal_lets_ranks_save_and_leaves_a_clean_console_and_no_process(tmp_path):
     command = Command(tmp_path, "TOY_STEPS=100000", "TOY_STEP_SECONDS=0.02")
     interrupted = False
@@ -80,6 +87,8 @@ def test_nothing_is_left_when_the_command_itself_is_killed(tmp_path):
     command = Command(tmp_path, "TOY_STEPS=100000", "TOY_STEP_SECONDS=0.02")
     for event in command.events():
         if event["kind"] == "step":
+            titles = " ".join(title_of(process) for process in processes_with(command.mark))
+            assert "ray::DashboardAgent" in titles  # the mark must show in all that could be left
             command.process.kill()
             break
     command.process.wait()
