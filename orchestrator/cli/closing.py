@@ -128,7 +128,7 @@ def _tracking_rows(directory: RunDirectory, tracked: TrackingResult | None) -> l
         command = f"python -m orchestrator.tracking.forward {shlex.quote(str(directory.path))}"
         return [("MLflow", f"interrupted; the rest is sent by: {command}")]
     rows = [("MLflow run", tracked.run_id)] if tracked.run_id else []
-    return [*rows, ("look at it" if tracked.complete else "MLflow", tracked.message)]
+    return [*rows, ("look at it" if tracked.complete else "not sent", tracked.message)]
 
 
 def _shown(value: Any) -> str:

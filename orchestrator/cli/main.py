@@ -6,6 +6,7 @@ stdout, problems to stderr. A command is a file of this folder, named in `comman
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from orchestrator.config.suggest import did_you_mean, nearest
 from orchestrator.errors import ConfigError, OrchestratorError, Problem
 
 FAILED, STOPPED = 3, 4
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,12 +43,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`| head`) has seen enough. Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception:
-        import traceback
-
-        traceback.print_exc()
-        print("This is a defect of the program, not of what you asked: please report the lines above.", file=sys.stderr)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            return _defect()
+        where = f" to {error.filename}" if error.filename else ""
+        print(f"Nothing more can be written{where}: {error.strerror}. Free space, or write elsewhere.", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except Exception:
+        return _defect()
+
+
+def _defect() -> int:
+    """Show the exception at hand as what it is, ours."""
+    import traceback
+
+    traceback.print_exc()
+    print("This is a defect of the program, not of what you asked: please report the lines above.", file=sys.stderr)
+    return FAILED
 
 
 def _dispatch(invocation: Invocation) -> int:

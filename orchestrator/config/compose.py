@@ -118,9 +118,11 @@ def _compose(request: Request, directory: Path | None) -> _Composition:
     try:
         composed, taken = _compose_groups(choices, directory)
     except Exception as error:  # Hydra meets a user's files here and raises what it likes, RecursionError included
-        made.problems += files.broken_files(directory, choices) or files.broken_files(directory)
-        if not made.problems:
-            made.problems.append(_missing_option(error, directory) or _composition_problem(error))
+        made.problems += files.broken_files(directory, choices)
+        if not made.problems and (missing := _missing_option(error, directory)):
+            made.problems.append(missing)
+        # What is left may come from a file that another one names; those that nobody named come last.
+        made.problems += () if made.problems else files.broken_files(directory) or [_composition_problem(error)]
         return made
     if directory is not None and (unusable := files.unusable(taken, directory)):
         made.problems += unusable

@@ -69,10 +69,20 @@ def parse(word: str) -> Override | Problem:
         if not parsed.is_sweep_override():
             parsed.value()
     except (HydraException, ValueError, RecursionError) as error:
+        if (quoted := _with_quotes(word)) is not None:
+            return parse(quoted)
         return _unreadable(word, str(error))
     if not parsed.key_or_group:
         return _unreadable(word, "")
     return parsed
+
+
+def _with_quotes(word: str) -> str | None:
+    """The word with its value quoted, where only letters outside ASCII keep Hydra's grammar from reading it."""
+    name, equals, value = word.partition("=")
+    if not equals or value.isascii() or not all(letter.isalnum() or letter in "-_./: " for letter in value):
+        return None
+    return f"{name}='{value}'"
 
 
 def _unreadable(word: str, reason: str) -> Problem:

@@ -33,7 +33,7 @@ def conventions(config: RunConfig, parallel: ParallelFacts) -> tuple[Convention,
     """Ours under the plan's precision, then the two usual conventions, largest first."""
     work, paper = work_of(config, parallel), profile_named("zero_paper")
     return (
-        _count(f"this engine, {work.precision}, gathered copies included", work, OURS),
+        _count(f"this engine, {work.precision}, a rank with its gathered copies", work, OURS),
         _count("ZeRO paper, mixed precision: 2 + 2 + 12 bytes", replace(work, precision="bf16_mixed"), paper),
         _count("everything in 2 bytes: 2 + 2 + 4 bytes", replace(work, precision="bf16_pure"), paper),
     )

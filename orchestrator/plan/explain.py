@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.plan.conventions import conventions
-from orchestrator.plan.explain_ranks import rank_table
-from orchestrator.plan.run_plan import RankMemory, RunPlan, TimePlan, Traffic
+from orchestrator.plan.explain_ranks import number_ranges, rank_table
+from orchestrator.plan.run_plan import RankMemory, RunPlan, Traffic
 
 _MEMORY_ROWS = (
     ("parameters", "parameters, master weights included"),
@@ -55,12 +55,12 @@ def _parts(plan: RunPlan) -> Iterator[RenderableType]:
     if plan.problems:
         yield from _section("Problems", _problems(plan))
     if plan.memory is not None:
-        yield from _section("Memory of one GPU", _memory(plan))
+        yield from _section(f"Memory of one {unit(plan)}", _memory(plan))
     if plan.memory is not None and plan.parallel is not None:
         yield from _section("Model states by convention (GB = 1e9 bytes)", _conventions(plan))
     if plan.parallel is not None:
-        yield from _section("Time of one step", _time(plan.time))
-        yield from _section("Traffic of one GPU and step", _traffic(plan))
+        yield from _section("Time of one step", _time(plan))
+        yield from _section(f"Traffic of one {unit(plan)} and step", _traffic(plan))
         yield from _section("Whole training", _whole_training(plan))
     if plan.ranks:
         yield from _section("Ranks", rank_table(plan))
@@ -71,6 +71,11 @@ def _parts(plan: RunPlan) -> Iterator[RenderableType]:
 def _section(title: str, body: RenderableType) -> Iterator[RenderableType]:
     yield Text(title, style="bold")
     yield Padding(body, (0, 0, 1, 2))
+
+
+def unit(plan: RunPlan) -> str:
+    """What one rank has to itself: a GPU, or on a CPU a process and its share of the memory."""
+    return "GPU" if plan.config.cluster.device == "cuda" else "process"
 
 
 def size(value: float | None) -> str:
@@ -106,7 +111,7 @@ def count(value: float | None) -> str:
 
 def _conventions(plan: RunPlan) -> RenderableType:
     table = _grid(3)
-    table.add_row("", "one GPU", "whole model")
+    table.add_row("", f"one {unit(plan)}", "whole model")
     if plan.parallel is not None:
         for found in conventions(plan.config, plan.parallel):
             table.add_row(found.label, f"{found.gpu_bytes / 1e9:,.2f} GB", f"{found.model_bytes / 1e9:,.2f} GB")
@@ -128,7 +133,7 @@ def _verdict(plan: RunPlan) -> Text:
     free = memory.capacity_bytes - memory.peak_bytes
     return Text.assemble(
         (f"{name}: fits", "bold green"),
-        f" - {size(memory.peak_bytes)} of {size(memory.capacity_bytes)} a GPU, {size(free)} "
+        f" - {size(memory.peak_bytes)} of {size(memory.capacity_bytes)} a {unit(plan)}, {size(free)} "
         f"({free / memory.capacity_bytes:.0%}) to spare.",
     )
 
@@ -150,7 +155,8 @@ def _declared(plan: RunPlan) -> RenderableType:
     if parallel is not None:
         degrees = [f"data {parallel.data}", f"tensor {parallel.tensor}", f"pipeline {parallel.pipeline}"]
         degrees += [f"context {parallel.context}"] if parallel.context > 1 else []
-        table.add_row("split", f"{' x '.join(degrees)} = {parallel.world_size} ranks; {_sharding(plan)}")
+        ranks = "rank" if parallel.world_size == 1 else "ranks"
+        table.add_row("split", f"{' x '.join(degrees)} = {parallel.world_size} {ranks}; {_sharding(plan)}")
         if parallel.pipeline > 1:
             table.add_row("stages", f"{parallel.schedule}, layers {cut_words(parallel.stage_layers)}")
         whole = training.global_batch_size
@@ -240,10 +246,19 @@ def _memory(plan: RunPlan) -> RenderableType:
             row.append(_bar(values[0], plan.memory.capacity_bytes))
         table.add_row(*row)
     table.add_row("total", *(size(rank.total_bytes) for rank in ranks), style="bold")
-    table.add_row("the GPU holds", *(size(plan.memory.capacity_bytes) for _ in ranks), style="dim")
+    holds = "the GPU holds" if unit(plan) == "GPU" else "its share of the memory"
+    table.add_row(holds, *(size(plan.memory.capacity_bytes) for _ in ranks), style="dim")
     if any(rank.host_bytes for rank in ranks):
         table.add_row("in host memory", *(size(rank.host_bytes) for rank in ranks))
-    return table
+    left_out = [rank for rank in plan.memory.pipeline_ranks if rank not in ranks]
+    return Group(table, Text(_left_out(left_out), style="dim")) if left_out else table
+
+
+def _left_out(ranks: Sequence[RankMemory]) -> str:
+    """What is not shown of the pipeline ranks between, in one line."""
+    totals = [rank.total_bytes for rank in ranks if rank.total_bytes is not None]
+    span = f": {size(min(totals))} to {size(max(totals))} in total" if totals else ""
+    return f"not shown: pipeline {number_ranges([rank.pipeline for rank in ranks])}{span} (`--json` has all)"
 
 
 def _bar(value: float | None, whole: float | None) -> Text:
@@ -254,7 +269,8 @@ def _bar(value: float | None, whole: float | None) -> Text:
     return Text(f"{'█' * filled}{'·' * (_BAR_WIDTH - filled)} {share:4.0%}")
 
 
-def _time(time: TimePlan) -> RenderableType:
+def _time(plan: RunPlan) -> RenderableType:
+    time = plan.time
     if time.step_seconds is None:
         return Text("not computed")
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
@@ -270,7 +286,7 @@ def _time(time: TimePlan) -> RenderableType:
         table.add_row("hidden behind computing", duration(time.overlapped_seconds), "", style="dim")
     rates = [f"{time.tokens_per_second:,.0f} tokens/s"] if time.tokens_per_second is not None else []
     if time.tokens_per_second_per_gpu is not None:
-        rates.append(f"{time.tokens_per_second_per_gpu:,.0f} a GPU")
+        rates.append(f"{time.tokens_per_second_per_gpu:,.0f} a {unit(plan)}")
     rates += [f"MFU {time.mfu:.1%}"] if time.mfu is not None else []
     rates += [f"bubble {time.bubble_fraction:.1%}"] if time.bubble_fraction else []
     return Group(table, Text(", ".join(rates)))
@@ -284,11 +300,17 @@ def _traffic(plan: RunPlan) -> RenderableType:
         return Text("not computed")
     shown = [(name, traffic) for name, traffic in rows if traffic.bytes]
     if not shown:
-        return Text("none: one GPU computes everything")
+        return Text(f"none: one {unit(plan)} computes everything")
     table = _grid(3)
     for name, traffic in shown:
-        table.add_row(name, size(traffic.bytes), "" if traffic.calls is None else f"in {traffic.calls:,} calls")
+        table.add_row(name, size(traffic.bytes), _calls(traffic.calls))
     return table
+
+
+def _calls(calls: int | None) -> str:
+    if calls is None:
+        return ""
+    return "in 1 call" if calls == 1 else f"in {calls:,} calls"
 
 
 def _whole_training(plan: RunPlan) -> RenderableType:
@@ -304,5 +326,5 @@ def _whole_training(plan: RunPlan) -> RenderableType:
         price = f"{cost.price_per_gpu_hour:,.2f} {cost.currency} a GPU-hour"
         table.add_row("cost", f"{cost.total:,.0f} {cost.currency} at {price}")
     else:
-        table.add_row("cost", "not known: cluster.gpu.price_per_hour is null")
+        table.add_row("cost", "not known: give cluster.gpu.price_per_hour=PRICE")
     return table

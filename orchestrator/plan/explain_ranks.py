@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import groupby
 
 from rich.table import Table
@@ -18,14 +19,15 @@ _FIRST_NODES, _LAST_NODES = 8, 2
 _AXES = ("pipeline", "data", "context", "tensor")
 
 
-def _range(values: list[int]) -> str:
-    """`3`, `0-7`, or `0, 2, 4`."""
-    unique = sorted(set(values))
-    if len(unique) == 1:
-        return str(unique[0])
-    if unique == list(range(unique[0], unique[-1] + 1)):
-        return f"{unique[0]}-{unique[-1]}"
-    return ", ".join(str(value) for value in unique)
+def number_ranges(values: Iterable[int]) -> str:
+    """`3`, `0-7`, or `0, 2-4`."""
+    runs: list[list[int]] = []
+    for value in sorted(set(values)):
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def rank_table(plan: RunPlan) -> Table:
@@ -33,7 +35,8 @@ def rank_table(plan: RunPlan) -> Table:
     parallel = plan.parallel
     axes = [axis for axis in _AXES if parallel is None or getattr(parallel, axis) > 1] or ["data"]
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
-    for title in ("node", "GPU", "rank", *axes):
+    slot = "GPU" if plan.config.cluster.device == "cuda" else "slot"
+    for title in ("node", slot, "rank", *axes):
         table.add_column(title, justify="right", no_wrap=True)
     if len(plan.ranks) <= _RANKS_IN_FULL:
         for place in plan.ranks:
@@ -55,7 +58,7 @@ def rank_table(plan: RunPlan) -> Table:
 def _add(table: Table, places: list[RankPlace], axes: list[str]) -> None:
     table.add_row(
         str(places[0].node),
-        _range([place.gpu for place in places]),
-        _range([place.rank for place in places]),
-        *(_range([getattr(place, axis) for place in places]) for axis in axes),
+        number_ranges([place.gpu for place in places]),
+        number_ranges([place.rank for place in places]),
+        *(number_ranges([getattr(place, axis) for place in places]) for axis in axes),
     )

@@ -282,3 +282,19 @@ def test_a_reader_of_a_page_that_has_seen_enough_is_no_failure(tmp_path: Path) -
             check=False,
         )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("words", [["plan"], ["plan", "--json"], ["--help"], ["plan", "--cfg", "job"]])
+def test_a_full_disk_behind_stdout_is_told_without_a_traceback(words: list[str], tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "orchestrator", *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr.count("\n")) == (3, 1)
+    assert "No space left on device" in done.stderr

@@ -225,3 +225,22 @@ def test_a_defaults_list_that_names_no_option_is_told_in_our_words(mine: Folder)
     assert "`parallel: zero33`" in problem.message
     assert "Did you mean `zero3`" in problem.fix
     assert "pkg://" not in problem.message
+
+
+def test_a_broken_file_that_nobody_named_does_not_hide_what_is_wrong_with_the_named_one(mine: Folder) -> None:
+    mine.write("experiment/mine.yaml", "# @package _global_\ndefaults:\n  - override /parallel: zero33\n")
+    mine.write("experiment/unrelated.yaml", "a: [1,\n")
+    (problem,) = mine.problems("+experiment=mine")
+    assert problem.key == "parallel"
+
+
+@pytest.mark.parametrize("name", ["héllo", "lauf-größe", "训练_1"])
+def test_letters_outside_ascii_need_no_quotes(name: str) -> None:
+    assert load_config([f"run.name={name}"]).run.name == name
+
+
+@pytest.mark.parametrize("value", ["h(éllo", "[é", "é=1", "'é"])
+def test_what_a_grammar_gives_a_meaning_is_not_guessed(value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([f"run.name={value}"])
+    assert "cannot be read" in caught.value.problems[0].message

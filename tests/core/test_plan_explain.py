@@ -11,6 +11,7 @@ from rich.console import Console
 from orchestrator.config.compose import load_config
 from orchestrator.config.schema import RunConfig
 from orchestrator.plan.explain import count, cut_words, duration, render, size
+from orchestrator.plan.explain_ranks import number_ranges
 from orchestrator.plan.explain_search import render_search, search_dict
 from orchestrator.plan.make import make_plan
 from orchestrator.plan.run_plan import RunPlan
@@ -92,6 +93,22 @@ def test_a_large_world_shows_both_ends_of_its_rank_table() -> None:
     rows = page[page.index("Ranks") :].splitlines()
     assert len(rows) < 25
     assert any("16376-16383" in row for row in rows)
+    (left_out,) = [row for row in page.splitlines() if "not shown" in row]
+    assert "pipeline 3-14:" in left_out
+
+
+def test_a_plan_for_processes_of_a_cpu_does_not_speak_of_gpus() -> None:
+    page = _page(make_plan(load_config([])))
+    assert "GPU" not in page
+    assert "in 1 call " in page
+    assert "= 1 rank;" in _page(make_plan(load_config(["cluster.gpus_per_node=1"])))
+
+
+@pytest.mark.parametrize(
+    ("values", "text"), [([3], "3"), ([0, 1, 2], "0-2"), ([4, 0, 2, 3], "0, 2-4"), ([1, 1], "1"), ([], "")]
+)
+def test_numbers_as_ranges(values: list[int], text: str) -> None:
+    assert number_ranges(values) == text
 
 
 @pytest.mark.parametrize("width", [80, 120])
