@@ -1,0 +1,75 @@
+"""`checkpoint`: look after checkpoints. The second word says what: each is a file of its own, `checkpoint_<word>.py`.
+
+Such a file has `SUMMARY` (one line), `HELP`, `FLAGS` and `run(invocation, words)`, where `words` are what was typed
+after the second word. One whose file is not there is not offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module, util
+from typing import Protocol, cast
+
+from orchestrator.cli.invocation import Invocation
+from orchestrator.config.suggest import did_you_mean, nearest
+from orchestrator.errors import ConfigError, Problem
+
+_WORDS = ("ls", "verify", "export", "import")
+"""Every second word that may exist, in the order of help."""
+
+
+class Subcommand(Protocol):
+    """What the module of a second word offers."""
+
+    SUMMARY: str
+    """One line for the list."""
+    HELP: str
+    """What it takes and prints, with examples."""
+    FLAGS: tuple[str, ...]
+    """Flags that it knows besides those of every command."""
+
+    def run(self, invocation: Invocation, words: Sequence[str]) -> int:
+        """Do it and return the exit code. Raises OrchestratorError."""
+
+
+def offered() -> tuple[str, ...]:
+    """Second words that can be typed."""
+    return tuple(word for word in _WORDS if util.find_spec(f"orchestrator.cli.checkpoint_{word}") is not None)
+
+
+def subcommand(word: str) -> Subcommand:
+    """The module of a second word."""
+    return cast(Subcommand, import_module(f"orchestrator.cli.checkpoint_{word}"))
+
+
+def _help() -> str:
+    parts = [
+        "python -m orchestrator checkpoint WORD ...\n",
+        "Looks after the checkpoints of runs, in a folder or an object store (s3://bucket/prefix).\n",
+        *(f"  {word:<8}{subcommand(word).SUMMARY}" for word in offered()),
+        "",
+        *(subcommand(word).HELP for word in offered()),
+    ]
+    return "\n".join(parts)
+
+
+HELP = _help()
+
+FLAGS = ("--json",)
+
+
+def run(invocation: Invocation) -> int:
+    """Hand what was typed to the second word. Raises ConfigError when there is none of that name."""
+    word, *words = invocation.overrides or [""]
+    known = offered()
+    problems = list(invocation.problems)
+    if word not in known:
+        wrong = f"There is no `checkpoint {word}`." if word else "It was not said what to do with checkpoints."
+        fix = f"{did_you_mean(nearest(word, known))} Write `checkpoint` and one of: {', '.join(known)}.".strip()
+        raise ConfigError([Problem("checkpoint", wrong, fix), *problems])
+    module = subcommand(word)
+    if invocation.json and "--json" not in module.FLAGS:
+        problems.append(Problem("--json", f"`checkpoint {word}` does not know --json.", "Leave it out."))
+    if problems:
+        raise ConfigError(problems)
+    return module.run(invocation, words)
