@@ -20,11 +20,14 @@ NEUTRAL_KEYS = frozenset(
         "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id",
         "id2label", "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states",
         "tokenizer_class", "chunk_size_feed_forward", "attn_implementation", "_attn_implementation_autoset",
-        "task_specific_params", "prefix", "max_length", "name_or_path", "is_encoder_decoder",
+        "task_specific_params", "prefix", "max_length", "name_or_path", "is_encoder_decoder", "transformers.js_config",
     }
 )
 # fmt: on
 """Keys that say nothing about the computation: identity, token ids, generation, storage type."""
+
+HEAD_WEIGHT = "lm_head.weight"
+"""The output head in every family's files; absent or a copy of the embedding where the two are tied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,11 @@ class ForeignWeight:
     """Which of `parts` equal blocks of output features of the foreign tensor it is."""
     parts: int = 1
     """How many of our parameters the foreign tensor holds (3 for fused query, key, value)."""
+
+    def foreign_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the foreign tensor, given that of our parameter."""
+        whole = (self.parts * shape[0], *shape[1:])
+        return whole[::-1] if self.transposed else whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ class Family:
     """Sizes that it cannot build."""
     foreign_weights: Callable[[ModelSizes], tuple[ForeignWeight, ...]]
     """Where Hugging Face keeps every parameter."""
+    foreign_prefix: str
+    """Beginning of all those names but the head's, absent in files written by the bare model."""
     ignored_weights: tuple[str, ...]
     """Patterns (`fnmatch`) of tensors in Hugging Face files that are no parameters."""
     sizes_from_config: Callable[[Mapping[str, Any]], ImportedSizes]
@@ -53,6 +55,7 @@ FAMILIES: dict[str, Family] = {
         sharding_table=llama_sharding.sharding_table,
         size_problems=llama_parameters.size_problems,
         foreign_weights=llama_huggingface.foreign_weights,
+        foreign_prefix=llama_huggingface.PREFIX,
         ignored_weights=llama_huggingface.IGNORED_WEIGHTS,
         sizes_from_config=llama_huggingface.sizes_from_config,
         config_from_sizes=llama_huggingface.config_from_sizes,
@@ -65,6 +68,7 @@ FAMILIES: dict[str, Family] = {
         sharding_table=gpt_sharding.sharding_table,
         size_problems=gpt_parameters.size_problems,
         foreign_weights=gpt_huggingface.foreign_weights,
+        foreign_prefix=gpt_huggingface.PREFIX,
         ignored_weights=gpt_huggingface.IGNORED_WEIGHTS,
         sizes_from_config=gpt_huggingface.sizes_from_config,
         config_from_sizes=gpt_huggingface.config_from_sizes,
@@ -84,3 +88,8 @@ def family(name: str) -> Family:
         return FAMILIES[name]
     except KeyError:
         raise KeyError(f"model family {name!r} does not exist; there are {', '.join(sorted(FAMILIES))}") from None
+
+
+def family_of_model_type(model_type: object) -> Family | None:
+    """The family that reads a Hugging Face `config.json` of that `model_type`; None: no family does."""
+    return next((one for one in FAMILIES.values() if model_type in one.model_types), None)

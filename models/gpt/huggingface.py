@@ -16,6 +16,9 @@ from models.parameters import ModelSizes, head_features
 IGNORED_WEIGHTS = ("*.attn.bias", "*.attn.masked_bias")
 """Patterns of foreign tensors that are no parameters: published GPT-2 files keep the causal mask."""
 
+PREFIX = "transformer."
+"""Beginning of every name but the head's; files written by the bare model (the published ones) lack it."""
+
 OUTSIDE_BLOCKS = {
     "embedding.weight": "transformer.wte.weight",
     "position_embedding.weight": "transformer.wpe.weight",
@@ -23,7 +26,6 @@ OUTSIDE_BLOCKS = {
     "norm.bias": "transformer.ln_f.bias",
     "head.weight": "lm_head.weight",
 }
-"""Files written by the bare model (the published ones) lack the prefix `transformer.`."""
 INSIDE_BLOCKS = {
     "attention_norm": "ln_1",
     "attention.o_proj": "attn.c_proj",

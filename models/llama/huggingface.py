@@ -16,6 +16,9 @@ from models.parameters import ModelSizes, attention_biases, head_features, key_v
 IGNORED_WEIGHTS = ("*.rotary_emb.inv_freq",)
 """Patterns of foreign tensors that are no parameters: old checkpoints keep the rotary frequencies."""
 
+PREFIX = "model."
+"""Beginning of every name but the head's; files written by the bare model lack it."""
+
 OUTSIDE_BLOCKS = {
     "embedding.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -58,6 +61,8 @@ def sizes_from_config(config: Mapping[str, Any]) -> ImportedSizes:
     reader.expect("hidden_act", ("silu", "swish"), "the feed-forward layer is SwiGLU")
     reader.expect("mlp_bias", (False, None), "the feed-forward layer has no biases")
     reader.expect("pretraining_tp", (1, None), "products are not cut as during that pretraining")
+    reader.expect("is_llama_config", (True, None), "the file's own author says that it is no LLaMA")
+    reader.expect("use_mrope", (False, None), "rotary positions have one axis")
     reader.expect("rope_interleaved", (False, None), "rotary positions turn feature i with feature i + head_dim / 2")
     reader.expect("quantization_config", (None,), "weights are not quantised")
     reader.expect("auto_map", (None,), "code that comes with a checkpoint is not run")

@@ -1,0 +1,278 @@
+"""A Hugging Face model on disk: its `config.json`, its safetensors and how they fit a model of ours. No torch.
+
+`open_huggingface` finds the files, `model_problems` compares the configuration with `model.*`, `match` says where each
+of our parameters lies. Everything that stands against the weights is told at once; nothing is downloaded, converted
+or guessed. Values are read in `huggingface_read.py`, other checkpoints in `read.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from models.huggingface import HEAD_WEIGHT, ForeignWeight
+from models.parameters import ModelSizes, attention_biases, head_features, key_value_heads
+from models.registry import FAMILIES, family, family_of_model_type
+from models.spec import parameter_specs
+from orchestrator.checkpoint.safetensors_file import ITEM_BYTES, StoredTensor, read_header, same_values
+from orchestrator.config.schema.model import ModelConfig
+from orchestrator.errors import Problem
+
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+_NAMES_SHOWN = 20
+_OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
+FREE_KEYS = ("attention_dropout", "resid_pdrop", "initializer_range")
+"""Keys of a model that its weights do not depend on."""
+
+
+class HuggingFaceError(ValueError):
+    """A folder cannot be used; `faults` is one line for each reason."""
+
+    def __init__(self, faults: Iterable[str]) -> None:
+        self.faults = tuple(faults)
+        super().__init__("; ".join(self.faults))
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceFolder:
+    """A model as files."""
+
+    path: Path
+    """The folder."""
+    config: dict[str, Any]
+    """Its `config.json`."""
+    tensors: dict[str, StoredTensor]
+    """Every tensor of its safetensors files, by foreign name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the values of one of our parameters lie."""
+
+    weight: ForeignWeight
+    tensor: StoredTensor
+
+
+def is_huggingface(path: Path) -> bool:
+    """Whether a path means a Hugging Face model rather than one of our checkpoints."""
+    if path.is_file():
+        return path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
+    if not path.is_dir() or (path / "manifest.json").exists():
+        return False
+    return (path / CONFIG_NAME).is_file() or any(path.glob("*.safetensors"))
+
+
+def open_huggingface(path: Path) -> HuggingFaceFolder:
+    """Read the configuration and the headers of a folder, of one safetensors file or of an index in it.
+
+    Raises HuggingFaceError with everything that is missing, cut or in another format.
+    """
+    folder = path if path.is_dir() else path.parent
+    faults: list[str] = []
+    config = _read_json(folder / CONFIG_NAME, faults)
+    tensors = _tensors(path, folder, faults)
+    if faults:
+        raise HuggingFaceError(faults)
+    return HuggingFaceFolder(folder, config, tensors)
+
+
+def read_sizes(config: Mapping[str, Any]) -> ModelConfig:
+    """The model that a `config.json` describes.
+
+    Raises HuggingFaceError naming every key that is unknown, missing or asks for what is not implemented.
+    """
+    kind = config.get("model_type")
+    found = family_of_model_type(kind)
+    if found is None:
+        known = ", ".join(name for one in FAMILIES.values() for name in one.model_types)
+        raise HuggingFaceError([f"{CONFIG_NAME}: model_type={kind!r} is not implemented; there are {known}"])
+    imported = found.sizes_from_config(config)
+    if imported.refused:
+        raise HuggingFaceError(f"{CONFIG_NAME}: {key} {reason}" for key, reason in imported.refused)
+    try:
+        return ModelConfig.model_validate(imported.sizes)
+    except ValidationError as error:
+        raise HuggingFaceError(
+            f"{CONFIG_NAME}: {'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors()
+        ) from None
+
+
+def model_problems(key: str, place: str, stored: ModelConfig, asked: ModelConfig) -> list[Problem]:
+    """Every `model.*` key that asks for another model than the stored weights are of.
+
+    Args:
+        key: what named the weights (`checkpoint.init_from`).
+        place: the folder, as it was typed.
+        stored: the model of its `config.json`.
+        asked: `model.*` of the run.
+    """
+    return [
+        Problem(
+            f"model.{name}",
+            f"{key}={place} has {name}={as_word(theirs)}, model.{name}={as_word(ours)} is asked for: its weights do "
+            "not fit.",
+            f"Set model.{name}={as_word(theirs)}; `model={place}` takes every size from there.",
+        )
+        for name, (theirs, ours) in _differences(stored, asked).items()
+    ]
+
+
+def _differences(stored: ModelConfig, asked: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    if stored.family != asked.family:
+        return {"family": (stored.family, asked.family)}
+    free = {*FREE_KEYS, *(() if stored.family == "gpt" else ("max_position_embeddings",))}
+    if stored.family == "gpt":
+        free |= {"rope_theta", "rope_scaling", "sliding_window"}
+    theirs, ours = _resolved(stored), _resolved(asked)
+    return {name: (theirs[name], ours[name]) for name in theirs if theirs[name] != ours[name] and name not in free}
+
+
+def _resolved(model: ModelConfig) -> dict[str, Any]:
+    """The sizes with every null that stands for a value written out."""
+    values = model.model_dump()
+    inner, outer = attention_biases(model, default=model.family == "gpt")
+    return values | {
+        "num_key_value_heads": key_value_heads(model),
+        "head_dim": head_features(model),
+        "attention_bias": inner,
+        "attention_output_bias": outer,
+    }
+
+
+def as_word(value: Any) -> str:
+    """A value as it is typed on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{as_word(entry)}" for key, entry in value.items()) + "}"
+    return str(value)
+
+
+def match(folder: HuggingFaceFolder, sizes: ModelSizes) -> dict[str, Source]:
+    """Where each parameter of the model lies, by our name; a tied head has no entry.
+
+    Raises HuggingFaceError listing missing and extra tensors, wrong shapes, types that hold no weights, and a head
+    that should be the embedding and is not.
+    """
+    kind = family(sizes.family)
+    tensors = {
+        name: tensor
+        for name, tensor in folder.tensors.items()
+        if not any(fnmatchcase(name, pattern) for pattern in kind.ignored_weights)
+    }
+    prefix = kind.foreign_prefix
+    bare = not any(name.startswith(prefix) for name in tensors)
+    sources, missing, faults = {}, [], []
+    shapes = {spec.name: spec.shape for spec in parameter_specs(sizes)}
+    used = set()
+    for weight in kind.foreign_weights(sizes):
+        name = weight.foreign.removeprefix(prefix) if bare else weight.foreign
+        tensor = tensors.get(name)
+        if tensor is None:
+            missing.append(name)
+            continue
+        used.add(name)
+        wanted = weight.foreign_shape(shapes[weight.name])
+        if tensor.shape != wanted:
+            faults.append(f"{name} has shape {list(tensor.shape)}, the model has {list(wanted)}")
+        elif tensor.dtype not in ITEM_BYTES:
+            faults.append(f"{name} is {tensor.dtype}, and only {', '.join(ITEM_BYTES)} are read as weights")
+        sources[weight.name] = Source(weight, tensor)
+    faults += _tie_faults(sizes, tensors, sources)
+    extra = sorted(set(tensors) - used - ({HEAD_WEIGHT} if sizes.tie_word_embeddings else set()))
+    for what, names in (("missing", missing), ("not part of the model", extra)):
+        if names:
+            faults.append(f"{len(names)} tensors are {what}: {_shown(names)}")
+    if faults:
+        raise HuggingFaceError(dict.fromkeys(faults))
+    return sources
+
+
+def _tie_faults(sizes: ModelSizes, tensors: Mapping[str, StoredTensor], sources: Mapping[str, Source]) -> list[str]:
+    """A file of a tied model may hold the head all the same; then it must be the embedding."""
+    head, embedding = tensors.get(HEAD_WEIGHT), sources.get("embedding.weight")
+    if not sizes.tie_word_embeddings or head is None or embedding is None:
+        return []
+    if same_values(head, embedding.tensor):
+        return []
+    return [
+        f"{HEAD_WEIGHT} differs from {embedding.tensor.name}, and tie_word_embeddings=true says that they are one "
+        f"matrix (if they are not, {CONFIG_NAME} and model.tie_word_embeddings must say false)"
+    ]
+
+
+def _tensors(path: Path, folder: Path, faults: list[str]) -> dict[str, StoredTensor]:
+    if path.is_file() and path.suffix == ".safetensors":
+        return _headers([path], faults)
+    index = path if path.is_file() else folder / INDEX_NAME
+    single = sorted(folder.glob("*.safetensors"))
+    if not path.is_file() and (folder / WEIGHTS_NAME).is_file():
+        return _headers([folder / WEIGHTS_NAME], faults)
+    if index.is_file():
+        return _indexed(index, folder, faults)
+    if len(single) == 1:
+        return _headers(single, faults)
+    if single:
+        faults.append(f"{len(single)} safetensors files and no {INDEX_NAME} that says which belong to the model")
+    else:
+        others = sorted(file.name for pattern in _OTHER_FORMATS for file in folder.glob(pattern))
+        found = f" (there is {', '.join(others[:3])}: save it again as safetensors)" if others else ""
+        faults.append(f"neither {WEIGHTS_NAME} nor {INDEX_NAME} is there{found}")
+    return {}
+
+
+def _indexed(index: Path, folder: Path, faults: list[str]) -> dict[str, StoredTensor]:
+    places = _read_json(index, faults).get("weight_map")
+    if not isinstance(places, dict):
+        faults.append(f"{index.name} has no weight_map")
+        return {}
+    found = _headers([folder / name for name in sorted(set(map(str, places.values())))], faults)
+    here = {name: tensor for name, tensor in found.items() if name in places}
+    wrong = sorted(name for name, file in places.items() if name not in here or here[name].path != folder / str(file))
+    if wrong and not faults:
+        faults.append(f"{len(wrong)} tensors are not in the file that {index.name} names: {_shown(wrong)}")
+    unlisted = sorted(set(found) - set(places))
+    if unlisted:
+        faults.append(f"{len(unlisted)} tensors are in files of {index.name} but not in it: {_shown(unlisted)}")
+    return here
+
+
+def _headers(files: list[Path], faults: list[str]) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        try:
+            tensors |= read_header(file)
+        except ValueError as error:
+            faults.append(f"{file.name}: {error}")
+    return tensors
+
+
+def _read_json(path: Path, faults: list[str]) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        faults.append(f"{path.name} is missing")
+        return {}
+    except (OSError, ValueError) as error:
+        faults.append(f"{path.name} cannot be read ({error})")
+        return {}
+    if not isinstance(values, dict):
+        faults.append(f"{path.name} is no JSON object")
+        return {}
+    return values
+
+
+def _shown(names: list[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,86 @@
+"""Whether a run can start from Hugging Face weights, found out before anything starts: files, model and tokenizer.
+
+Headers are read, values only where a tied head must equal the embedding; everything is said at once. No torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from orchestrator.checkpoint.huggingface_folder import (
+    HuggingFaceError,
+    match,
+    model_problems,
+    open_huggingface,
+    read_sizes,
+)
+from orchestrator.config.schema import RunConfig
+from orchestrator.data.tokenizers import BYTES, Tokenizer, open_tokenizer
+from orchestrator.errors import ConfigError, Problem
+
+KEY = "checkpoint.init_from"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+_PROBE = (
+    "The quick brown fox jumps over 13 lazy dogs, 2024-05-31.\n\n\tdef f(x): return x**2  # naïve café\r\n"
+    "Größe, 你好，世界! Привет мир — שלום, 😀 <|endoftext|> </s> ..."
+)
+"""Text whose ids differ between any two tokenizers that are not the same."""
+
+
+def problems_of_weights(config: RunConfig, path: Path) -> list[Problem]:
+    """Every reason against starting `config` from the Hugging Face model at `path`."""
+    try:
+        folder = open_huggingface(path)
+    except HuggingFaceError as error:
+        fix = "Give a folder with config.json and model.safetensors, as `save_pretrained` writes it."
+        return [Problem(KEY, f"{path}: {fault}.", fix) for fault in error.faults]
+    try:
+        stored = read_sizes(folder.config)
+    except HuggingFaceError as error:
+        fix = (
+            "If the model computes the same without that key, take it out of config.json; else this model cannot be "
+            "loaded."
+        )
+        return [Problem(KEY, f"{path}: {fault}.", fix) for fault in error.faults]
+    problems = model_problems(KEY, str(path), stored, config.model)
+    try:
+        match(folder, stored)
+    except HuggingFaceError as error:
+        fix = "The tensors must be those of the model that config.json describes: get the files again, or mend it."
+        problems += [Problem(KEY, f"{path}: {fault}.", fix) for fault in error.faults]
+    return [*problems, *_tokenizer_problems(config, folder.path)]
+
+
+def _tokenizer_problems(config: RunConfig, folder: Path) -> list[Problem]:
+    """Text must be cut into the ids that the weights were trained on."""
+    asked = config.data.tokenizer
+    there = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if config.data.source == "synthetic" or not there:
+        return []
+    try:
+        ours = open_tokenizer(asked)
+    except ConfigError:
+        return []  # told by the check of the data
+    try:
+        theirs = open_tokenizer(str(folder))
+    except ConfigError:
+        differ = asked == BYTES
+    else:
+        differ = _ids(ours) != _ids(theirs)
+    if not differ:
+        return []
+    fix = f"Set data.tokenizer={folder}" + ("." if "tokenizer.json" in there else ", once it has a tokenizer.json.")
+    return [
+        Problem(
+            "data.tokenizer",
+            f"{KEY}={folder} was trained with its own tokenizer ({there[0]}), data.tokenizer={asked} gives other ids: "
+            "its embedding would mean nothing.",
+            fix,
+        )
+    ]
+
+
+def _ids(tokenizer: Tokenizer) -> list[int]:
+    """Ids of the probe; the end-of-text token is the user's choice."""
+    return [int(token) for token in tokenizer.encode([_PROBE.encode()])[0]]
