@@ -14,6 +14,7 @@ SUMMARIES = {
     "train": "plan, check, place and run the training (also when no command is given)",
     "plan": "what the training would need and cost: layout, memory, time, every problem; starts nothing",
     "search": "every legal plan for this model on these GPUs, ranked",
+    "verify": "prove on CPU processes that the plan, made small, is the same training as one process",
 }
 """Every command that may exist, in the order of help; one whose module is not there is not offered."""
 

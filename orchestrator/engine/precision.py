@@ -5,6 +5,9 @@ Refuses a precision that this engine does not run yet with the list of those it 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -43,3 +46,14 @@ def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
     if precision in MIXED:
         return MixedPrecisionPolicy(param_dtype=MIXED[precision], reduce_dtype=torch.float32)
     return MixedPrecisionPolicy()
+
+
+@contextmanager
+def doubled() -> Iterator[None]:
+    """Inside, `fp32` means FP64: for comparisons, in which differences of order vanish and mistakes do not."""
+    kept = MASTER["fp32"]
+    MASTER["fp32"] = torch.float64
+    try:
+        yield
+    finally:
+        MASTER["fp32"] = kept
