@@ -11,23 +11,34 @@ import argparse
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.gate import Gate
+
 STARTED = time.time()
+LARGEST_STEPS = 10**6
+"""More than any driver lets a rank take."""
 
 
 class FileLink:
     """A `RankLink` whose ranks find each other through a file; keeps what the rank says."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, gate: Gate) -> None:
         self._port = folder / "port"
+        self._gate = gate
         self.events: list[dict[str, Any]] = []
         self.phases: dict[str, float] = {}
 
     def beat(self, phase: str, step: int) -> None:
-        """Note when each phase first began."""
+        """Note when each phase first began; before a step, wait for our turn."""
         self.phases.setdefault(phase, time.time())
+        if phase == "stepping":
+            self._gate.wait()
+
+    def pace(self, own_seconds: float) -> None:
+        """Not looked at."""
 
     def report(self, event: dict[str, Any]) -> None:
         """Keep the event."""
@@ -62,10 +73,13 @@ def main() -> None:
     load, arguments = Workload.from_arguments(parser)
     folder = Path(arguments.run_directory)
     rank = int(os.environ["RANK"])
+    gate = Gate(rank)
+    if gate.driven:
+        load = replace(load, steps=LARGEST_STEPS)
     plan = make_plan(load_config(load.overrides(str(folder))))
     if plan.problems:
         raise SystemExit("\n".join(map(str, plan.problems)))
-    link = FileLink(folder)
+    link = FileLink(folder, gate)
     task = RankTask(
         plan=plan,
         rank=rank,

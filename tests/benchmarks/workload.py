@@ -22,6 +22,11 @@ class Workload:
     global_batch_size: int = 16
     ranks: int = 2
     threads: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    zero_stage: int = 0
+    micro_batches: int = 1
+    """Micro-batches that a data rank computes for one step."""
     steps: int = 30
     warm_steps: int = 8
     """Steps at the beginning that are left out of the tokens per second."""
@@ -33,9 +38,14 @@ class Workload:
     seed: int = 0
 
     @property
+    def data(self) -> int:
+        """Data-parallel ranks: those that the other axes leave."""
+        return self.ranks // (self.tensor * self.pipeline)
+
+    @property
     def micro_batch_size(self) -> int:
-        """Sequences of one rank and step: no accumulation on either side."""
-        return self.global_batch_size // self.ranks
+        """Sequences that one rank computes at a time."""
+        return self.global_batch_size // (self.data * self.micro_batches)
 
     def overrides(self, run_directory: str) -> list[str]:
         """What the user would type to run it with this project."""
@@ -49,7 +59,10 @@ class Workload:
             f"model.num_key_value_heads={self.num_attention_heads}",
             f"model.max_position_embeddings={self.sequence_length}",
             f"cluster.gpus_per_node={self.ranks}",
-            f"parallel.data={self.ranks}",
+            f"parallel.data={self.data}",
+            f"parallel.tensor={self.tensor}",
+            f"parallel.pipeline={self.pipeline}",
+            f"parallel.zero_stage={self.zero_stage}",
             f"training.sequence_length={self.sequence_length}",
             f"training.global_batch_size={self.global_batch_size}",
             f"training.micro_batch_size={self.micro_batch_size}",
