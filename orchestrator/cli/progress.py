@@ -161,9 +161,16 @@ def _checkpoint(event: Mapping[str, Any]) -> str:
     return f"step {event['step']}: saved {Path(event['path']).name}"
 
 
+def _profile(event: Mapping[str, Any]) -> str:
+    return (
+        f"profiled steps {event['first_step']} to {event['last_step']} on rank {event['rank']}: {event['path']} "
+        "(for https://ui.perfetto.dev; the dearest operators are in the .txt beside it)"
+    )
+
+
 def _restart(event: Mapping[str, Any]) -> str:
     what = "the ranks start again in place" if event["what"] == "ranks" else "the run is placed again"
-    return f"{event['message']}; {what} (restart {event['restarts']} of {event['max_restarts']})"
+    return f"{event['message']}; {what} ({event['budget']})"
 
 
 def _recovered(event: Mapping[str, Any]) -> str:
@@ -175,17 +182,38 @@ def _stopping(event: Mapping[str, Any]) -> str:
 
 
 def _waiting(event: Mapping[str, Any]) -> str:
-    return f"waiting for at most {event['limit_seconds']:g} s: {event['reason']}"
+    return f"waiting for at most {event['limit_seconds']:g} s{event.get('then', '')}: {event['reason']}"
+
+
+def _replanned(event: Mapping[str, Any]) -> str:
+    idle = ", ".join(f"{count} on {node}" for node, count in event["idle"].items())
+    text = f"planned anew for {event['world_size']} ranks, same global batch: {', '.join(event['changes'])}"
+    return f"{text}; idle: {idle}" if idle else text
+
+
+def _preemption(event: Mapping[str, Any]) -> str:
+    return f"{event['message']}: saving within {event['grace_seconds']:.0f} s and going on without it"
+
+
+def _straggler(event: Mapping[str, Any]) -> str:
+    return (
+        f"rank {event['rank']} on {event['node']} is slow: {event['own_seconds']:.2f} s of its own work a step, the "
+        f"middle rank {event['median_seconds']:.2f} s; the others wait for it"
+    )
 
 
 _LINES: dict[str, Any] = {
     "resumed": _resumed,
     "validation": _validation,
     "checkpoint": _checkpoint,
+    "profile": _profile,
     "restart": _restart,
     "recovered": _recovered,
     "stopping": _stopping,
     "waiting": _waiting,
+    "replanned": _replanned,
+    "preemption": _preemption,
+    "straggler": _straggler,
     "warning": lambda event: f"warning: {event['message']}",
 }
 """Words for each kind of event; kinds that are not here are not shown."""

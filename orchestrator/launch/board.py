@@ -20,6 +20,8 @@ _RECORD_BYTES = 64
 """One cache line a rank, so that two ranks never write to the same one."""
 _RECORD = struct.Struct("=dqi")
 """Monotonic clock (one machine: comparable between processes), step, index of the phase."""
+_PACE = struct.Struct("=d")
+"""Seconds of a rank's own work in its last step; 0: not known. Behind the record, written apart from it."""
 
 
 class Board:
@@ -43,11 +45,25 @@ class Board:
         moment, step, phase = _RECORD.unpack_from(self._map, _HEADER_BYTES + local_rank * _RECORD_BYTES)
         return PHASES[phase], cast(int, step), max(0.0, time.monotonic() - moment)
 
+    def pace(self, local_rank: int, own_seconds: float) -> None:
+        """Note how long a rank's own work of its last step took, without waiting for others."""
+        _PACE.pack_into(self._map, self._pace_offset(local_rank), own_seconds)
+
+    def read_pace(self, local_rank: int) -> float:
+        """Seconds of a rank's own work in its last step; 0 when it has not said."""
+        (seconds,) = _PACE.unpack_from(self._map, self._pace_offset(local_rank))
+        return cast(float, seconds)
+
+    @staticmethod
+    def _pace_offset(local_rank: int) -> int:
+        return _HEADER_BYTES + local_rank * _RECORD_BYTES + _RECORD.size
+
     def clear(self) -> None:
         """Before new ranks start: nobody is asked to stop, everybody starts now."""
         self._map[0] = 0
         for local_rank in range(self.ranks):
             self.beat(local_rank, "starting", 0)
+            self.pace(local_rank, 0.0)
 
     def ask_to_stop(self) -> None:
         """Ask all ranks of this board to save and stop."""

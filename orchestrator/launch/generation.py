@@ -6,10 +6,13 @@ be judged yet, which rank is overdue. Clock readings are `time.time()` seconds.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from orchestrator.launch.board import PHASES
+from orchestrator.launch.policy import FailureKind
 from orchestrator.launch.report import RankFailure, exit_words
 from orchestrator.placement.topology import PlacedRank
 
@@ -38,6 +41,10 @@ class Beat:
     """Whether its process is held by SIGSTOP or a debugger."""
 
 
+def _progress(beat: Beat) -> tuple[int, int]:
+    return beat.step, PHASES.index(beat.phase) if beat.phase in PHASES else 0
+
+
 @dataclass(slots=True)
 class Generation:
     """The ranks of one attempt, from their start to their end."""
@@ -55,6 +62,8 @@ class Generation:
     first_step: int | None = None
     last_step: int | None = None
     first_step_time: float | None = None
+    resumed_step: int | None = None
+    """Step of the checkpoint that the ranks went on from; 0: none; None: not known yet."""
 
     def __post_init__(self) -> None:
         self.beats = {entry.rank: Beat(time=self.started) for entry in self.placed}
@@ -73,6 +82,14 @@ class Generation:
         """Name of the node on which a rank lies."""
         return next(entry.node_name for entry in self.placed if entry.rank == rank)
 
+    def identities(self) -> list[dict[str, Any]]:
+        """Who the ranks are: rank, host, process, device, node. All must be ready."""
+        found = []
+        for rank, event in sorted(self.ready.items()):
+            identity = {name: event.get(name) for name in ("host", "pid", "device")}
+            found.append({"rank": rank, **identity, "node_id": event["report"].node_id})
+        return found
+
     def note_event(self, rank: int, event: Mapping[str, Any]) -> None:
         """A rank's own event."""
         kind = event["kind"]
@@ -80,6 +97,8 @@ class Generation:
             self.ready[rank] = dict(event)
         elif kind == "done":
             self.done[rank] = dict(event)
+        elif kind == "resumed":
+            self.resumed_step = event["step"]
         elif kind == "step":
             self.last_step = event["step"]
             if self.first_step is None:
@@ -94,15 +113,23 @@ class Generation:
                 event.get("traceback", ""),
                 event["step"] or None,
                 event["phase"],
+                evidence=event.get("evidence"),
             )
 
-    def note_exit(self, rank: int, code: int, time: float, phase: str, step: int) -> None:
-        """A rank's process has ended."""
+    def note_exit(self, message: Mapping[str, Any]) -> None:
+        """A rank's process has ended, as its supervisor tells: rank, code, time, phase, step; `out_of_memory` when the
+        kernel has killed processes for lack of memory just then."""
+        rank, code = message["rank"], message["code"]
         self.gone.add(rank)
         if rank in self.done or rank in self.failures:
             return
+        kind: FailureKind = "crash"
+        words = exit_words(code)
+        if message.get("out_of_memory") and code == -signal.SIGKILL:
+            kind, words = "oom", "killed by the kernel, because the host ran out of memory"
+        where = message["step"] or None, message["phase"]
         self.failures[rank] = RankFailure(
-            rank, self.node_of(rank), time, "crash", exit_words(code), "", step or None, phase, source="died"
+            rank, self.node_of(rank), message["time"], kind, words, "", *where, source="died"
         )
 
     def note_beats(self, beats: Mapping[int, tuple[str, int, float, bool]], now: float) -> None:
@@ -121,7 +148,8 @@ class Generation:
     def overdue(self, now: float, limits: Limits) -> RankFailure | None:
         """The rank that hangs, when one does: the one furthest behind, first held ones, then the longest silent.
 
-        In a collective all ranks wait for one: it has the lowest step, or has been silent the longest.
+        In a collective all ranks wait for one: it has the lowest step, is in the earliest phase of it, or has been
+        silent the longest.
         """
         waiting = {rank: beat for rank, beat in self.beats.items() if rank not in self.done and rank not in self.gone}
         if not waiting:
@@ -132,7 +160,7 @@ class Generation:
         silent = now - (self.started if starting else max(oldest, self.first_step_time or oldest))
         if silent < limit:
             return None
-        rank, beat = min(waiting.items(), key=lambda item: (not item[1].held, item[1].step, item[1].time))
+        rank, beat = min(waiting.items(), key=lambda item: (not item[1].held, *_progress(item[1]), item[1].time))
         return RankFailure(
             rank,
             self.node_of(rank),

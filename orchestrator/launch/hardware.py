@@ -7,13 +7,13 @@ is no problem here: placement waits for it (`waiting.py`).
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.errors import PlacementError, Problem, RunError
 from orchestrator.launch.inventory import read_nodes
 from orchestrator.launch.session import cluster_address, ray_session
 from orchestrator.placement.shares import choose_shares
-from orchestrator.placement.topology import Node, need_of
+from orchestrator.placement.topology import need_of
 from orchestrator.plan.run_plan import RunPlan
 
 
@@ -115,11 +115,12 @@ def _check_processes(plan: RunPlan) -> tuple[Problem, ...]:
 def _check_cluster(plan: RunPlan) -> tuple[Problem, ...]:
     try:
         with ray_session(plan) as ray:
-            nodes = read_nodes(ray, plan.config.cluster.device)
+            cluster = plan.config.cluster
+            nodes = read_nodes(ray, cluster.device, cluster.domain_label)
     except RunError as error:
         return error.problems
     # Judged as if all were free: what others hold now may be free in a minute.
-    idle = [Node(n.node_id, n.name, n.slots_total, n.slots_total, n.kind, n.domain) for n in nodes]
+    idle = [replace(node, slots_free=node.slots_total) for node in nodes]
     try:
         choose_shares(idle, need_of(plan))
     except PlacementError as error:

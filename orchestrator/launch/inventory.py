@@ -9,14 +9,17 @@ from orchestrator.placement.topology import Node
 NODE_LABEL = "ray.io/node-id"
 """Label that Ray gives each node; a share is pinned to its node with it."""
 _KIND_LABEL = "ray.io/accelerator-type"
-_DOMAIN_LABEL = "ray.io/gpu-domain"
+DOMAIN_LABEL = "ray.io/gpu-domain"
+"""Label of a node's NVLink domain, unless `cluster.domain_label` names another."""
 
 
-def read_nodes(ray: Any, device: str) -> tuple[Node, ...]:
-    """All living nodes with slots of `device` (`cuda`: resource GPU, `cpu`: resource CPU)."""
+def read_nodes(ray: Any, device: str, domain_label: str = DOMAIN_LABEL) -> tuple[Node, ...]:
+    """All living nodes with slots of `device` (`cuda`: resource GPU, `cpu`: resource CPU); nodes without are left
+    out. Those that Ray is draining are marked as leaving."""
     # Public Ray tells what is free in the whole cluster, not on which node.
     from ray._private.state import available_resources_per_node
 
+    leaving = draining_nodes()
     resource = resource_of(device)
     free: dict[str, dict[str, float]] = available_resources_per_node()  # type: ignore[no-untyped-call]
     nodes: list[Node] = []
@@ -32,10 +35,29 @@ def read_nodes(ray: Any, device: str) -> tuple[Node, ...]:
                 slots_total=total,
                 slots_free=int(free.get(entry["NodeID"], {}).get(resource, 0)),
                 kind=labels.get(_KIND_LABEL, ""),
-                domain=labels.get(_DOMAIN_LABEL, ""),
+                domain=labels.get(domain_label, ""),
+                labels=dict(labels),
+                leaving=entry["NodeID"] in leaving,
             )
         )
     return tuple(nodes)
+
+
+def draining_nodes() -> dict[str, float | None]:
+    """Nodes that Ray has been told to drain -> `time.time()` at which they go; None: no deadline was given.
+
+    A preemption notice of a cloud, an autoscaler's and `ray drain-node` all arrive here.
+    """
+    # Ray Train alone has a public call for this, and only inside its workers, as a barrier of all of them.
+    from ray._private.state import state
+
+    found: dict[str, int] = state.get_draining_nodes()
+    return {node_id: moment / 1000 if moment else None for node_id, moment in found.items()}
+
+
+def living_nodes(ray: Any) -> set[str]:
+    """Ids of the nodes that Ray holds for alive."""
+    return {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}
 
 
 def resource_of(device: str) -> str:

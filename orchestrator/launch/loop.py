@@ -19,17 +19,30 @@ from typing import Any, Literal
 from orchestrator.errors import PlacementError, Problem
 from orchestrator.launch.channel import Channel, Happening
 from orchestrator.launch.generation import Generation, Limits
-from orchestrator.launch.policy import Failure, FailureKind, PolicyState, RestartRanks, Retry, Stop, decide
+from orchestrator.launch.history import History
+from orchestrator.launch.placing import Placing
+from orchestrator.launch.policy import (
+    Failure,
+    FailureKind,
+    PolicyState,
+    RestartRanks,
+    Retry,
+    Stop,
+    decide,
+    restart_event,
+)
 from orchestrator.launch.ray_attempt import RayAttempt
-from orchestrator.launch.report import describe, first_cause
-from orchestrator.launch.request import Attempt, LaunchOutcome, LaunchRequest
+from orchestrator.launch.report import describe, error_line, first_cause, kept_words, leaving_words, node_list, remedy
+from orchestrator.launch.request import LaunchOutcome, LaunchRequest
 from orchestrator.launch.timings import Timings
-from orchestrator.launch.waiting import PlacementWait
+from orchestrator.launch.watch import Watch
 from orchestrator.placement.assign import verify_placement
 from orchestrator.placement.topology import PlacedRank
+from orchestrator.plan.run_plan import RunPlan
 
 Observe = Callable[[dict[str, Any]], None]
 Status = Literal["finished", "stopped", "failed"]
+MakeAttempt = Callable[[int, RunPlan, frozenset[str]], RayAttempt]
 
 _TICK_SECONDS = 0.2
 """How often deadlines are looked at while nothing happens."""
@@ -48,11 +61,11 @@ class RunLoop:
         channel: Channel,
         observe: Observe,
         timings: Timings,
-        make_attempt: Callable[[int], RayAttempt],
+        make_attempt: MakeAttempt,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`make_attempt(number)` makes an attempt on Ray that has not begun; tests pass one without Ray, and a
-        clock."""
+        """`make_attempt(number, plan, leaving)` makes an attempt on Ray that has not begun, which avoids the nodes in
+        `leaving`; tests pass one without Ray, and a clock."""
         tolerance = request.plan.config.fault_tolerance
         self._request = request
         self._channel = channel
@@ -62,21 +75,22 @@ class RunLoop:
         self._clock = clock
         self._limits = Limits(tolerance.start_timeout_seconds, tolerance.step_timeout_seconds)
         self._tolerance = tolerance
-        self._policy = PolicyState(tolerance.max_restarts)
-        self._wait: PlacementWait | None = PlacementWait(request.plan, tolerance.placement_timeout_seconds)
+        self._policy = PolicyState.of(tolerance)
+        self._placing: Placing[RayAttempt] = Placing(request.plan, tolerance, observe)
         self._ray_attempts = 0
-        self._held: RayAttempt | None = None
+        self._held: RayAttempt | None = None  # None: nodes are being looked for
         self._held_since = 0.0
         self._generation: Generation | None = None
-        self._attempts: list[Attempt] = []
+        self._watch = Watch()
+        self._history = History()
         self._placed: tuple[PlacedRank, ...] = ()
         self._problems: list[Problem] = []
         self._traceback = ""
         self._last_checkpoint: int | None = None
         self._failed_at: float | None = None
-        self._pending: RestartRanks | Retry | Stop | None = None
-        self._deadline: float | None = None
-        """Of what is being waited for: ranks being killed, exiting, or saving."""
+        self._pending: RestartRanks | Retry | Stop | None = None  # carried out when the killed ranks are gone
+        self._moving: tuple[Retry | Stop, str] | None = None  # a preemption: carried out when the ranks have saved
+        self._deadline: float | None = None  # of what is waited for: ranks being killed, exiting, or saving
         self._stop_signals = 0
         self._status: Status | None = None
 
@@ -94,12 +108,13 @@ class RunLoop:
         done = self._generation.done if self._generation else {}
         return LaunchOutcome(
             status=self._status,
-            attempts=tuple(self._attempts),
+            attempts=tuple(self._history.attempts),
             rank_results={rank: event.get("result") or {} for rank, event in sorted(done.items())},
             problems=tuple(self._problems),
             placement=self._placed,
             timings=self._timings.splits(),
             traceback=self._traceback,
+            plan=self._placing.plan,
         )
 
     # -- what happens -------------------------------------------------------------------------------------------------
@@ -110,10 +125,11 @@ class RunLoop:
         elif happening.source == "attempt":
             number, error = happening.body
             if number == self._ray_attempts and self._held is not None:
-                self._share_failed("attempt_failed", f"Ray Train ended the attempt: {_first_line(error)}")
+                self._share_failed("attempt_failed", f"Ray Train ended the attempt: {error_line(error)}")
         elif happening.source == "gone":
             if self._held is not None and self._held.owns(happening.line):
-                self._share_failed("share_lost", "a supervisor, or the node under it, is gone")
+                node = self._held.node_of(happening.line)[1]
+                self._share_failed("node_loss", f"the supervisor on {node}, or the node itself, is gone")
         else:
             self._hear(happening.line, happening.body)
 
@@ -128,15 +144,19 @@ class RunLoop:
             self._timings.mark("warm-up", self._clock())
             self._observe({**message, "kind": "warm"})
             return
+        if kind == "notice" and self._held is not None and self._held.owns(line):
+            self._noticed({self._held.node_of(line)[0]: None}, message["reason"], self._clock())
+            return
         generation = self._generation
         if generation is None or message.get("generation") != generation.number:
             return
         if kind == "event":
             self._hear_rank(line, generation, message["rank"], message["event"])
         elif kind == "exited":
-            generation.note_exit(message["rank"], message["code"], message["time"], message["phase"], message["step"])
+            generation.note_exit(message)
         elif kind == "beats":
             generation.note_beats(message["beats"], self._clock())
+            self._watch.note_paces(message.get("paces", {}), {r: beat[1] for r, beat in message["beats"].items()})
         elif kind == "cleared" and self._pending and self._held and self._held.cleared(line):
             self._carry_out()
 
@@ -167,7 +187,7 @@ class RunLoop:
         reports = {rank: event["report"] for rank, event in generation.ready.items()}
         problems = verify_placement(generation.placed, reports)
         if not problems:
-            self._observe({"kind": "ready", "attempt": generation.number, "ranks": _identities(generation)})
+            self._observe({"kind": "ready", "attempt": generation.number, "ranks": generation.identities()})
             return
         self._share_failed("placement", "; ".join(problem.message for problem in problems))
 
@@ -176,11 +196,15 @@ class RunLoop:
     def _look_at_the_clock(self, now: float) -> None:
         generation = self._generation
         overdue = self._deadline is not None and now > self._deadline
-        if self._wait is not None:
+        if self._held is None:
             self._try_to_place(now)
         elif self._pending is not None:
-            if overdue:
-                self._carry_out_without(now)
+            if overdue:  # killed ranks are not gone in time
+                if isinstance(self._pending, RestartRanks):
+                    self._pending = Retry(self._pending.state)
+                self._carry_out()
+        elif self._look_at_the_nodes(self._held, now):
+            return
         elif generation is None:
             if now - self._held_since > self._limits.start_seconds:
                 seconds = f"{self._limits.start_seconds:g} s (fault_tolerance.start_timeout_seconds)"
@@ -198,31 +222,50 @@ class RunLoop:
                 generation.failures[hung.rank] = hung
                 self._rank_failed(generation, now)
 
+    def _look_at_the_nodes(self, held: RayAttempt, now: float) -> bool:
+        """Ask now and then what the cluster says of the nodes; True when that ended the generation."""
+        for slow in self._watch.stragglers(now):
+            node = next((entry.node_name for entry in self._placed if entry.rank == slow.rank), "")
+            self._observe({"kind": "straggler", "node": node, **asdict(slow)})
+        trouble = self._watch.trouble(now, held.trouble)
+        if trouble is None:
+            return False
+        if trouble.dead:
+            self._share_failed("node_loss", f"the cluster lost {node_list(trouble.dead)}")
+            return True
+        if trouble.leaving:
+            self._noticed(trouble.leaving, "the cluster says so", now)
+        return False
+
     def _try_to_place(self, now: float) -> None:
-        assert self._wait is not None
-        attempt = self._make_attempt(self._ray_attempts + 1)
+        number = self._ray_attempts + 1
+
+        def make(plan: RunPlan) -> RayAttempt:
+            return self._make_attempt(number, plan, self._watch.leaving)
+
         try:
-            begun = self._wait.attempt(now, attempt, self._observe)
+            begun = self._placing.attempt(now, make)
         except PlacementError as error:
-            if not self._attempts:
+            if not self._history.attempts:
                 raise
             self._problems.extend(error.problems)
             self._status = "failed"
             return
-        if begun:
-            self._ray_attempts += 1
-            self._held, self._held_since, self._wait = attempt, now, None
+        if begun is not None:
+            self._ray_attempts = number
+            self._held, self._held_since = begun, now
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
     def _start_ranks(self) -> None:
         assert self._held is not None
         self._placed = self._held.assign()
-        number = len(self._attempts) + 1
+        number = self._history.next_number
         self._generation = Generation(number, self._placed, self._clock(), self._failed_at)
+        self._watch.begin()
         self._deadline = None
         self._observe({"kind": "placement", "attempt": number, "table": [asdict(entry) for entry in self._placed]})
-        self._held.start(number, self._placed)
+        self._held.start(number, self._placed, self._policy.left_out)
 
     def _rank_failed(self, generation: Generation, now: float) -> None:
         failures = list(generation.failures.values())
@@ -244,18 +287,20 @@ class RunLoop:
     ) -> None:
         generation = self._generation
         decision = decide(self._policy, Failure(kind, step, failed_at))
-        self._close_attempt(kind, detail, now)
+        self._moving = None
+        self._history.close(generation, kind, detail, now)
         self._failed_at = failed_at
         if isinstance(decision, Stop):
-            self._problems.append(Problem("", f"{detail}. The run ends: {decision.reason}.", self._logs_hint(kind)))
+            failures = list(generation.failures.values()) if generation else []
+            hint = remedy(kind, failures, self._placing.plan, f"{self._request.run_directory}/logs/")
+            self._problems.append(Problem("", f"{detail}. The run ends: {decision.reason}.", hint))
         else:
-            self._policy = decision.state
-            mended = "ranks" if isinstance(decision, RestartRanks) else "attempt"
-            self._observe(
-                {"kind": "restart", "what": mended, "cause": kind, "message": detail, "attempt": len(self._attempts),
-                 "restarts": decision.state.restarts, "max_restarts": decision.state.max_restarts}
-            )  # fmt: skip
+            self._go_on(decision, kind, detail)
         self._kill_then(decision, now, ask_where=list(generation.failures) if generation and hung else [])
+
+    def _go_on(self, decision: RestartRanks | Retry, kind: FailureKind, detail: str) -> None:
+        self._policy = decision.state
+        self._observe(restart_event(decision, kind, detail, attempt=len(self._history.attempts)))
 
     def _kill_then(self, decision: RestartRanks | Retry | Stop, now: float, ask_where: list[int]) -> None:
         self._pending = decision
@@ -276,29 +321,56 @@ class RunLoop:
             if self._held is not None:
                 self._held.end()
             self._held = self._generation = None
-            self._wait = PlacementWait(self._request.plan, self._tolerance.placement_timeout_seconds)
+            self._placing.again()
         else:
-            self._status = "stopped" if self._stop_signals and not self._policy_failed() else "failed"
-
-    def _carry_out_without(self, now: float) -> None:
-        """Killed ranks are not gone in time."""
-        if isinstance(self._pending, RestartRanks):
-            self._pending = Retry(self._pending.state)
-        self._carry_out()
+            self._status = "stopped" if self._stop_signals and not self._history.ended_in_failure else "failed"
 
     # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def _noticed(self, nodes: dict[str, float | None], reason: str, now: float) -> None:
+        """Nodes of this attempt are about to be taken away: save, then go on without them."""
+        new, generation = self._watch.note_leaving(nodes), self._generation
+        if not new or self._pending is not None or self._moving is not None or self._stop_signals:
+            return
+        detail = leaving_words(self._placed, new, reason)
+        if generation is None:
+            self._share_failed("preemption", detail)
+            return
+        if generation.all_done:
+            return
+        decision = decide(self._policy, Failure("preemption", generation.failed_step, now))
+        assert not isinstance(decision, RestartRanks)
+        self._moving = decision, detail
+        grace = self._tolerance.grace_seconds
+        self._deadline = min([now + grace, *(moment for moment in nodes.values() if moment is not None)])
+        self._observe({"kind": "preemption", "message": detail, "grace_seconds": max(0.0, self._deadline - now)})
+        assert self._held is not None
+        self._held.stop(generation.number)
+
+    def _move(self, generation: Generation, detail: str, now: float) -> None:
+        """The ranks have saved, or had their time to."""
+        assert self._moving is not None
+        decision, self._moving, self._failed_at = self._moving[0], None, now
+        self._history.close(generation, "preemption", detail, now)
+        if isinstance(decision, Stop):
+            message = f"{detail}. The run ends: {decision.reason}."
+            self._problems.append(Problem("", message, "The same command continues it."))
+        else:
+            self._go_on(decision, "preemption", detail)
+        self._kill_then(decision, now, ask_where=[])
 
     def _asked_to_stop(self, name: str, now: float) -> None:
         self._stop_signals += 1
         generation = self._generation
         if generation is None or self._pending is not None:
-            self._close_attempt("stopped", f"{name} before the ranks ran", now)
+            self._history.close(generation, "stopped", f"{name} before the ranks ran", now)
             self._status = "stopped"
             return
         if self._stop_signals > 1:
             self._end_at_once(f"{name} came a second time: the ranks were ended at once.", now)
             return
         self._policy = replace(self._policy, stopping=True)
+        self._moving = None
         self._deadline = now + self._tolerance.grace_seconds
         self._observe({"kind": "stopping", "signal": name, "grace_seconds": self._tolerance.grace_seconds})
         assert self._held is not None
@@ -306,61 +378,20 @@ class RunLoop:
 
     def _give_up_saving(self, now: float) -> None:
         seconds = f"{self._tolerance.grace_seconds:g} s (fault_tolerance.grace_seconds)"
+        if self._moving is not None and self._generation is not None:
+            self._move(self._generation, f"{self._moving[1]}; the ranks did not save in time", now)
+            return
         self._end_at_once(f"the ranks did not save and stop within {seconds}.", now)
 
     def _end_at_once(self, message: str, now: float) -> None:
-        saved = self._last_checkpoint
-        kept = f"Continued from the checkpoint of step {saved}" if saved else "No checkpoint was saved in this command"
-        self._problems.append(Problem("", message, f"{kept}; later steps are computed again."))
-        self._close_attempt("stopped", message, now)
+        self._problems.append(Problem("", message, kept_words(self._last_checkpoint)))
+        self._history.close(self._generation, "stopped", message, now)
         self._kill_then(Stop(message), now, ask_where=[])
 
     def _close_done(self, generation: Generation, now: float) -> None:
         stopped = any(event.get("status") == "stopped" for event in generation.done.values())
-        self._status = "stopped" if stopped else "finished"
-        self._close_attempt(self._status, "", now)
-
-    def _policy_failed(self) -> bool:
-        return bool(self._attempts) and self._attempts[-1].cause not in ("stopped", "finished")
-
-    def _close_attempt(self, cause: str, detail: str, now: float) -> None:
-        generation = self._generation
-        if generation is None or len(self._attempts) >= generation.number:
+        if stopped and self._moving is not None:
+            self._move(generation, self._moving[1], now)
             return
-        recovery = None
-        if generation.failed_before and generation.first_step_time:
-            recovery = generation.first_step_time - generation.failed_before
-        self._attempts.append(
-            Attempt(
-                number=generation.number,
-                cause=cause,
-                detail=detail,
-                first_step=generation.first_step,
-                last_step=generation.last_step,
-                seconds=now - generation.started,
-                world_size=len(generation.placed),
-                recovery_seconds=recovery,
-            )
-        )
-
-    def _logs_hint(self, kind: FailureKind) -> str:
-        logs = f"The ranks' output is in {self._request.run_directory}/logs/."
-        if kind == "oom":
-            return f"Lower training.micro_batch_size, raise parallel.zero_stage, or recompute activations. {logs}"
-        return logs
-
-
-def _identities(generation: Generation) -> list[dict[str, Any]]:
-    """Who the ranks are: rank, host, process, device, node."""
-    found = []
-    for rank, event in sorted(generation.ready.items()):
-        identity = {name: event.get(name) for name in ("host", "pid", "device")}
-        found.append({"rank": rank, **identity, "node_id": event["report"].node_id})
-    return found
-
-
-def _first_line(error: BaseException | None) -> str:
-    if error is None:
-        return "its workers returned"
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__
+        self._status = "stopped" if stopped else "finished"
+        self._history.close(generation, self._status, "", now)

@@ -56,6 +56,10 @@ class Link:
             self._stepping = phase == "stepping"
             self.report({"kind": "phase", "phase": phase})
 
+    def pace(self, own_seconds: float) -> None:
+        """See `RankLink.pace`."""
+        self._board.pace(self._local_rank, own_seconds)
+
     def report(self, event: dict[str, Any]) -> None:
         """See `RankLink.report`."""
         self._connection.send({"time": time.time(), **event})
@@ -104,6 +108,7 @@ def _report_error(link: Link, error: BaseException) -> None:
     message = str(error) if ours else "".join(traceback.format_exception_only(error)).strip()
     text = traceback.format_exc()[-_TRACEBACK_CHARACTERS:]
     try:
-        link.report({"kind": "error", "class": classify(error), "message": message, "traceback": text})
+        found = {"class": classify(error), "message": message, "traceback": text}
+        link.report({"kind": "error", **found, "evidence": getattr(error, "evidence", None)})
     except OSError:
         return  # the supervisor is gone, and with it everyone who could be told

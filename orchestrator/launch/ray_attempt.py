@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from orchestrator.launch.channel import Channel
-from orchestrator.launch.inventory import read_nodes
+from orchestrator.launch.inventory import draining_nodes, living_nodes, read_nodes
 from orchestrator.launch.request import LaunchRequest
 from orchestrator.launch.session import cluster_address
 from orchestrator.launch.supervisor import SupervisorOrder
@@ -29,31 +30,53 @@ _END_SECONDS = 30.0
 """Time that Ray Train has to end an attempt whose supervisors have returned."""
 
 
+@dataclass(frozen=True, slots=True)
+class NodeTrouble:
+    """What the cluster says of the nodes of an attempt."""
+
+    dead: frozenset[str] = frozenset()
+    leaving: dict[str, float | None] = field(default_factory=dict)
+    """Node -> `time.time()` at which it goes; None: not said."""
+
+
 class RayAttempt:
     """Holds the supervisors of one `fit`."""
 
     def __init__(
-        self, request: LaunchRequest, ray: Any, channel: Channel, number: int, warm_sockets: dict[str, str]
+        self,
+        request: LaunchRequest,
+        ray: Any,
+        channel: Channel,
+        number: int,
+        warm_sockets: dict[str, str],
+        leaving: frozenset[str] = frozenset(),
     ) -> None:
+        """`request.plan` is the plan of this attempt; `leaving` are nodes that are known to go."""
         self._request = request
+        self._leaving = leaving
         self._ray = ray
         self._channel = channel
         self._number = number
         self._warm_sockets = warm_sockets
         self._choice: ShareChoice | None = None
+        self._domains: dict[str, str] = {}
         self._thread: threading.Thread | None = None
         self._facts: dict[int, dict[str, Any]] = {}
         self._cleared: set[int] = set()
 
     def nodes(self) -> tuple[Node, ...]:
         """The cluster's nodes, with what is free on them now."""
-        return read_nodes(self._ray, self._request.plan.config.cluster.device)
+        cluster = self._request.plan.config.cluster
+        found = read_nodes(self._ray, cluster.device, cluster.domain_label)
+        return tuple(replace(node, leaving=node.leaving or node.node_id in self._leaving) for node in found)
 
     def begin(self) -> None:
         """Choose nodes among what is free now and begin the `fit`. Raises `PlacementError` when they do not hold the
         plan."""
         plan = self._request.plan
-        choice = choose_shares(self.nodes(), need_of(plan))
+        nodes = self.nodes()
+        choice = choose_shares(nodes, need_of(plan))
+        self._domains = {node.node_id: node.domain for node in nodes}
         order = SupervisorOrder(
             address=self._channel.address,
             key=self._channel.key,
@@ -64,6 +87,7 @@ class RayAttempt:
             device=plan.config.cluster.device,
             slots=choice.share_size,
             warm_sockets=self._warm_sockets,
+            preemption_file=plan.config.fault_tolerance.preemption_file,
         )
         storage = Path(self._request.run_directory) / "logs" / "ray"
         storage.mkdir(parents=True, exist_ok=True)
@@ -77,6 +101,19 @@ class RayAttempt:
         """A supervisor has said where it is; True when all have."""
         self._facts[line] = facts
         return self._choice is not None and len(self._facts) == len(self._choice.node_ids)
+
+    def node_of(self, line: int) -> tuple[str, str]:
+        """(id, name) of the node behind a line."""
+        facts = self._facts[line]
+        return facts["node_id"], facts["name"]
+
+    def trouble(self) -> NodeTrouble:
+        """Which of this attempt's nodes are dead or about to go, as the cluster knows it now."""
+        if self._choice is None or cluster_address() is None:
+            return NodeTrouble()  # a cluster of our own is this machine
+        mine = set(self._choice.node_ids)
+        leaving = {node_id: moment for node_id, moment in draining_nodes().items() if node_id in mine}
+        return NodeTrouble(frozenset(mine - living_nodes(self._ray)), leaving)
 
     def owns(self, line: int) -> bool:
         """Whether the line is of a supervisor of this attempt."""
@@ -94,11 +131,16 @@ class RayAttempt:
                 first = next_slot.get(facts["node_id"], 0)
                 next_slot[facts["node_id"]] = first + size
                 devices = tuple(range(first, first + size))
-            shares.append(LocatedShare(facts["share"], facts["node_id"], facts["name"], devices))
+            shares.append(self._located(facts, devices))
         return assign_coordinates(self._request.plan.ranks, shares)
 
-    def start(self, number: int, placed: Sequence[PlacedRank]) -> None:
-        """Have every supervisor fork its ranks; `number` is the generation and the attempt that ranks see."""
+    def _located(self, facts: dict[str, Any], devices: tuple[int, ...]) -> LocatedShare:
+        domain = self._domains.get(facts["node_id"], "")
+        return LocatedShare(facts["share"], facts["node_id"], facts["name"], devices, domain)
+
+    def start(self, number: int, placed: Sequence[PlacedRank], left_out: tuple[int, ...] = ()) -> None:
+        """Have every supervisor fork its ranks; `number` is the generation and the attempt that ranks see, `left_out`
+        the steps that they leave out."""
         self._cleared.clear()
         ranks_on_node: dict[str, int] = {}
         for entry in placed:
@@ -106,7 +148,7 @@ class RayAttempt:
         for line, facts in self._facts.items():
             mine = [entry for entry in placed if entry.share == facts["share"]]
             threads = max(1, facts["cores"] // ranks_on_node[facts["node_id"]])
-            tasks = [self._task(entry, number, len(mine), threads, facts) for entry in mine]
+            tasks = [replace(self._task(entry, number, len(mine), threads, facts), left_out=left_out) for entry in mine]
             self._channel.send(line, {"kind": "start", "generation": number, "tasks": tasks})
 
     def spread_rendezvous(self, generation: int, line: int, port: int) -> None:

@@ -9,11 +9,15 @@ from __future__ import annotations
 import re
 import signal
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast, get_args
 
 from orchestrator.launch.policy import FailureKind
+from orchestrator.placement.topology import PlacedRank
+from orchestrator.plan.after_oom import excess, next_plan_words, worst_category
+from orchestrator.plan.run_plan import RunPlan
+from orchestrator.plan.validate.wording import gib
 
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|socket closed|timed out waiting|"
@@ -41,11 +45,15 @@ class RankFailure:
     phase: str = ""
     source: Literal["raised", "died", "silent"] = "raised"
     """`raised`: it reported an exception; `died`: its process ended by itself; `silent`: no progress in time."""
+    evidence: Mapping[str, Any] | None = None
+    """What the rank measured when it failed; of `oom` `categories`, `planned` (bytes), `worst_category`, `snapshot`."""
 
     @property
     def consequence(self) -> bool:
         """Whether it reads like the effect of another rank's failure."""
-        return self.source == "raised" and self.kind == "crash" and bool(_CONSEQUENCE.search(self.message))
+        if self.source != "raised":
+            return False
+        return self.kind == "network" or (self.kind == "crash" and bool(_CONSEQUENCE.search(self.message)))
 
 
 def first_cause(failures: Sequence[RankFailure]) -> RankFailure:
@@ -70,6 +78,60 @@ def describe(failures: Sequence[RankFailure]) -> str:
     return text
 
 
+def memory_words(failure: RankFailure) -> str:
+    """Which category of memory exceeded the plan, from what the rank measured; empty when it measured nothing."""
+    evidence = failure.evidence or {}
+    measured, planned = evidence.get("categories") or {}, evidence.get("planned") or {}
+    name = evidence.get("worst_category") or worst_category(measured, planned)
+    text = ""
+    if name in measured:
+        text = f"{name} took {gib(measured[name])}, planned {gib(planned.get(name, 0))}"
+    elif measured:
+        text = f"no category exceeded the plan ({gib(sum(measured.values()))} in all)"
+    if evidence.get("snapshot"):
+        text += f"{'; ' if text else ''}the memory snapshot is {evidence['snapshot']}"
+    return text
+
+
+def error_line(error: BaseException | None) -> str:
+    """How an attempt on Ray ended, in one line: the class of its error and the last line of its text."""
+    if error is None:
+        return "its workers returned"
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__
+
+
+def kept_words(saved_step: int | None) -> str:
+    """What a run that was ended at once goes on from."""
+    saved = f"Continued from the checkpoint of step {saved_step}"
+    return f"{saved if saved_step else 'No checkpoint was saved in this command'}; later steps are computed again."
+
+
+def leaving_words(placed: Sequence[PlacedRank], nodes: Iterable[str], reason: str) -> str:
+    """Which nodes are about to be taken away, by name where ranks lie on them, and who says so."""
+    gone = set(nodes)
+    names = sorted({entry.node_name for entry in placed if entry.node_id in gone}) or sorted(gone)
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} about to be taken away ({reason})"
+
+
+def node_list(ids: Iterable[str]) -> str:
+    """`node a`, `nodes a, b`."""
+    names = sorted(ids)
+    return f"node{'s' * (len(names) > 1)} {', '.join(names)}"
+
+
+def remedy(kind: FailureKind, failures: Sequence[RankFailure], plan: RunPlan, logs: str) -> str:
+    """What to do about a failure that ends the run; `logs` is where the ranks' output lies."""
+    text = f"The ranks' output is in {logs}."
+    if kind != "oom":
+        return text
+    cause = first_cause(failures) if failures else None
+    evidence = (cause.evidence if cause else None) or {}
+    measured, planned = evidence.get("categories") or {}, evidence.get("planned") or {}
+    words = memory_words(cause) if cause else ""
+    return f"{words}. " * bool(words) + f"{next_plan_words(plan, excess(plan, measured, planned))} {text}"
+
+
 def exit_words(code: int) -> str:
     """A process's end in words: `code` as in `subprocess` (negative: a signal)."""
     if code >= 0:
@@ -90,9 +152,13 @@ def classify(error: BaseException) -> FailureKind:
     """The class of an exception that a rank raised.
 
     An error in the code or the configuration comes again however often it is retried; one of the system or of the
-    network may not.
+    network may not. An error that knows its class says so in `failure_kind`.
     """
     from orchestrator.errors import OrchestratorError
+
+    known = getattr(error, "failure_kind", None)
+    if known in get_args(FailureKind):
+        return cast(FailureKind, known)
 
     name = type(error).__name__
     text = str(error)

@@ -46,7 +46,7 @@ class Attempt:
     number: int
     """1 for the first start, one more for every restart."""
     cause: str
-    """Why it ended: `finished`, `stopped`, or the class of what failed (`crash`, `hang`, `node_loss` ...)."""
+    """Why it ended: `finished`, `stopped`, or the class of what failed (`policy.FailureKind`)."""
     detail: str
     """One line: what ended it."""
     first_step: int | None
@@ -56,10 +56,14 @@ class Attempt:
     world_size: int
     recovery_seconds: float | None = None
     """From the failure before it until its own first step; None for the first attempt, or when it reached no step."""
+    resumed_step: int | None = None
+    """Step of the checkpoint that it went on from; 0: from the beginning; None: it did not get that far."""
+    nodes: tuple[str, ...] = ()
+    """Names of the nodes that it ran on."""
 
     def to_dict(self) -> dict[str, Any]:
         """As `summary.json` keeps it."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return {**{name: getattr(self, name) for name in self.__slots__}, "nodes": list(self.nodes)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,8 @@ class LaunchOutcome:
     """(name, seconds) from the command's start to the first optimizer step, in order; they add up to it."""
     traceback: str = ""
     """The first failing rank's traceback, for the log; empty when there is none."""
+    plan: RunPlan | None = None
+    """The plan of the last attempt; another than was asked for when nodes were lost for good."""
 
     @property
     def seconds_to_first_step(self) -> float | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from orchestrator.launch.channel import Channel
@@ -19,6 +20,7 @@ from orchestrator.launch.session import cluster_address, own_host, ray_session
 from orchestrator.launch.signals import stop_signals
 from orchestrator.launch.timings import Timings
 from orchestrator.launch.warm import WarmProcess, preload_of
+from orchestrator.plan.run_plan import RunPlan
 
 __all__ = ["Attempt", "LaunchOutcome", "LaunchRequest", "launch"]
 
@@ -27,9 +29,9 @@ def launch(request: LaunchRequest, observe: Callable[[dict[str, Any]], None]) ->
     """Run `request.plan` to its end; `observe` hears of every event in this thread.
 
     Events have a `kind`: `placement`, `ready`, `resumed`, `step`, `validation`, `checkpoint`, `waiting`, `restart`,
-    `recovered`, `stopping`, `warm`; those of a rank carry its fields and `rank`, `attempt`. Raises `PlacementError`
-    when the plan cannot be placed and `RunError` when Ray cannot be reached: nothing was started then. Failures of the
-    run itself are in the outcome.
+    `recovered`, `replanned`, `preemption`, `straggler`, `stopping`, `warm`; those of a rank carry its fields and
+    `rank`, `attempt`. Raises `PlacementError` when the plan cannot be placed and `RunError` when Ray cannot be reached:
+    nothing was started then. Failures of the run itself are in the outcome.
     """
     timings = Timings(request.command_started)
     timings.mark("imports", time.time())
@@ -57,8 +59,8 @@ def launch(request: LaunchRequest, observe: Callable[[dict[str, Any]], None]) ->
         sockets = {ray.get_runtime_context().get_node_id(): warm.socket_path} if warm else {}
         lines = channel
 
-        def make_attempt(number: int) -> RayAttempt:
-            return RayAttempt(request, ray, lines, number, sockets)
+        def make_attempt(number: int, plan: RunPlan, leaving: frozenset[str]) -> RayAttempt:
+            return RayAttempt(replace(request, plan=plan), ray, lines, number, sockets, leaving)
 
         return RunLoop(request, lines, observe, timings, make_attempt).run()
 

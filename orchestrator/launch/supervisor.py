@@ -51,6 +51,8 @@ class SupervisorOrder:
     """Slots of the share."""
     warm_sockets: dict[str, str] = field(default_factory=dict)
     """Node id -> socket of a warm process that already runs there."""
+    preemption_file: str | None = None
+    """File whose appearance says that this node is about to be taken away."""
 
 
 def supervise(order: SupervisorOrder) -> None:
@@ -144,7 +146,11 @@ class _Share:
         self._generation = 0
         self._ranks: dict[int, _Rank] = {}
         self._clearing = False
+        self._kill_at: float | None = None
+        """When ranks that were asked for their stack are killed."""
         self._told = 0.0
+        self._noticed = False
+        self._memory_kills = memory_kills()
 
     def run(self) -> None:
         while True:
@@ -164,7 +170,10 @@ class _Share:
                     self._hear_keeper()
                 else:
                     self._hear_rank(handle)
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                self._kill_now()
             self._forward_beats()
+            self._look_for_notice()
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
@@ -184,7 +193,8 @@ class _Share:
 
     def _start(self, generation: int, tasks: list[RankTask]) -> None:
         self._generation = generation
-        self._clearing = False
+        self._clearing, self._kill_at = False, None
+        self._memory_kills = memory_kills()
         self._board.clear()
         for task in tasks:
             ours, theirs = socket.socketpair()
@@ -197,12 +207,17 @@ class _Share:
             self._ranks[task.rank] = _Rank(task, connection)
 
     def _kill(self, *, ask_where: list[int]) -> None:
-        mine = [rank for rank in ask_where if rank in self._ranks]
-        if mine:
-            self._keeper.signal(mine, signal.SIGUSR1)
-            time.sleep(_LAST_WORDS_SECONDS)
-        self._keeper.signal(list(self._ranks), signal.SIGKILL)
         self._clearing = True
+        if ask_where and self._ranks:
+            # All of them: what the others wait for says as much as where the silent one is.
+            self._keeper.signal(list(self._ranks), signal.SIGUSR1)
+            self._kill_at = time.monotonic() + _LAST_WORDS_SECONDS
+        else:
+            self._kill_now()
+
+    def _kill_now(self) -> None:
+        self._kill_at = None
+        self._keeper.signal(list(self._ranks), signal.SIGKILL)
         self._tell_when_clear()
 
     # -- what is heard ----------------------------------------------------------------------------------------------
@@ -220,7 +235,9 @@ class _Share:
             rank.connection.close()
             phase, step, _ = self._board.read(rank.task.local_rank)
             del self._ranks[message["rank"]]
-            self._driver.send({**message, "generation": self._generation, "phase": phase, "step": step})
+            kills = memory_kills()
+            seen = {"phase": phase, "step": step, "out_of_memory": kills > self._memory_kills}
+            self._driver.send({**message, "generation": self._generation, **seen})
             self._tell_when_clear()
         else:
             self._driver.send(message)
@@ -264,7 +281,32 @@ class _Share:
         now = time.monotonic()
         if changed or now - self._told > 1.0:
             self._told = now
-            self._driver.send({"kind": "beats", "generation": self._generation, "beats": beats})
+            paces = {rank.task.rank: self._board.read_pace(rank.task.local_rank) for rank in self._ranks.values()}
+            self._driver.send({"kind": "beats", "generation": self._generation, "beats": beats, "paces": paces})
+
+    def _look_for_notice(self) -> None:
+        file = self._order.preemption_file
+        if file is not None and not self._noticed and Path(file).exists():
+            self._noticed = True
+            self._driver.send({"kind": "notice", "reason": f"{file} has appeared"})
+
+
+def memory_kills() -> int:
+    """Processes that the kernel has killed for lack of memory: in this control group if that can be read, else at all.
+
+    cgroup v2 counts them in `memory.events`, v1 in `memory.oom_control`, the whole machine in `/proc/vmstat`.
+    """
+    group = ""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        group = next((line[3:] for line in lines if line.startswith("0::")), "").lstrip("/")
+    root = Path("/sys/fs/cgroup")
+    for file in (root / group / "memory.events", root / "memory/memory.oom_control", Path("/proc/vmstat")):
+        with contextlib.suppress(OSError):
+            counts = dict(line.split(maxsplit=1) for line in file.read_text().splitlines() if " " in line)
+            if "oom_kill" in counts:
+                return int(counts["oom_kill"])
+    return 0
 
 
 def _stopped(pid: int) -> bool:

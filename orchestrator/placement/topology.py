@@ -7,7 +7,9 @@ one and `shares.py` and `assign.py` decide over it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from orchestrator.plan.run_plan import RunPlan
 
@@ -28,6 +30,10 @@ class Node:
     """Kind of GPU as reported; empty when unknown."""
     domain: str = ""
     """Rack or NVLink domain: nodes of one domain are close to each other; empty when unknown."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """All labels that the cluster gives it."""
+    leaving: bool = False
+    """Whether it is about to be taken away: nothing is placed on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +48,10 @@ class Need:
     """Most slots of one node that the plan may use, as declared by `cluster.gpus_per_node`."""
     noun: str = "GPU"
     """What a slot is called in messages."""
-    kind: str = ""
-    """Kind of GPU that the nodes must have; empty: any."""
+    kinds: tuple[str, ...] = ()
+    """Kinds of GPU of which the nodes must have one; empty: any. A node that does not say its kind counts."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels that the nodes must have."""
 
     @property
     def groups(self) -> int:
@@ -94,6 +102,20 @@ class PlacedRank:
     tensor: int
 
 
+def same_kind(asked: str, reported: str) -> bool:
+    """Whether two names can mean one kind of GPU: each word of the one is a word of the other.
+
+    `A100-80GB` is an `A100` and an `A100-80G`, not an `A100-40G`; `MI300X` is an `AMD-Instinct-MI300X-OAM`.
+    """
+    one, other = _words(asked), _words(reported)
+    return one <= other or other <= one
+
+
+def _words(name: str) -> set[str]:
+    words = re.split(r"[^A-Z0-9]+", name.upper())
+    return {re.sub(r"^(\d+)GB$", r"\1G", word) for word in words if word}
+
+
 def need_of(plan: RunPlan) -> Need:
     """What `plan` asks of the nodes. The plan must be feasible (its `parallel` is decided)."""
     if plan.parallel is None:
@@ -101,9 +123,12 @@ def need_of(plan: RunPlan) -> Need:
     cluster = plan.config.cluster
     groups = cluster.node_groups
     cuda = cluster.device == "cuda"
+    gpus = [group.gpu for group in groups] or [cluster.gpu]
     return Need(
         world_size=plan.parallel.world_size,
         tensor=plan.parallel.tensor,
         slots_per_node=max((group.gpus_per_node for group in groups), default=cluster.gpus_per_node),
         noun="GPU" if cuda else "CPU slot",
+        kinds=tuple(dict.fromkeys(gpu.name for gpu in gpus)) if cuda else (),
+        labels=cluster.require_labels,
     )

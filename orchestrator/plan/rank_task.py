@@ -11,8 +11,11 @@ from typing import Any, Literal, Protocol
 
 from orchestrator.plan.run_plan import RunPlan
 
-Phase = Literal["starting", "rendezvous", "building", "loading", "stepping", "validating", "saving", "finishing"]
-"""What a rank is doing; published with the step so that a hang can be named."""
+Phase = Literal[
+    "starting", "rendezvous", "building", "loading", "reading", "stepping", "validating", "saving", "finishing"
+]
+"""What a rank is doing, in the order in which a step goes through it; published with the step so that a hang can be
+named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class RankTask:
     """`time.time()` at which the user's command began."""
     environment: dict[str, str]
     """Variables set before torch is asked for anything (NCCL_*, GLOO_*)."""
+    left_out: tuple[int, ...] = ()
+    """Steps whose update is left out, because the run was rewound for them (`fault_tolerance.on_nan=rewind`)."""
 
 
 class RankLink(Protocol):
@@ -44,6 +49,9 @@ class RankLink(Protocol):
 
     def beat(self, phase: Phase, step: int) -> None:
         """Say that the rank is alive, what it does and in which step."""
+
+    def pace(self, own_seconds: float) -> None:
+        """Say how long the rank's own work of a step took, without waiting for others, so that a slow one is named."""
 
     def report(self, event: dict[str, Any]) -> None:
         """Send an event to the driver. `kind` names it:
@@ -54,7 +62,8 @@ class RankLink(Protocol):
         `validation` (rank 0): step, validation_loss
         `checkpoint` (rank 0): step, path
         `done`   (every rank): status ("finished" | "stopped"), step, result (dict of plain values, see engine/rank.py)
-        `error`  (any rank): class ("user" | "crash" | "oom" | "nan"), message, traceback
+        `error`  (any rank): class (`launch/policy.py:FailureKind`), message, traceback, evidence (of the exception, if
+                 it has that attribute; out of memory: `categories`, `planned`, `worst_category`, `snapshot`)
         """
 
     def stop_requested(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ import pytest
 from orchestrator.errors import PlacementError
 from orchestrator.launch.channel import Happening
 from orchestrator.launch.loop import RunLoop
+from orchestrator.launch.ray_attempt import NodeTrouble
 from orchestrator.launch.request import LaunchOutcome, LaunchRequest
 from orchestrator.launch.timings import Timings
 from orchestrator.placement.assign import RankReport, assign_coordinates
 from orchestrator.placement.shares import choose_shares
 from orchestrator.placement.topology import LocatedShare, Node, need_of
+from orchestrator.plan.run_plan import RunPlan
 from tests.launch.plans import cpu_plan
 
 DIED = {"kind": "exited", "code": -9, "phase": "stepping"}
@@ -36,6 +39,7 @@ class World:
         self.calls: list[str] = []
         self.events: list[dict[str, Any]] = []
         self.generation = 0
+        self.nodes_trouble = NodeTrouble()
 
     # the channel
     def next(self, timeout_seconds: float) -> Happening | None:
@@ -70,9 +74,16 @@ class World:
         self.queue.append(Happening("signal", -1, name))
 
     # an attempt on Ray
-    def make(self, number: int) -> World:
-        self.number = number
+    def make(self, number: int, plan: RunPlan, leaving: frozenset[str]) -> World:
+        self.number, self.plan = number, plan
+        self.inventory = [replace(node, leaving=node.node_id in leaving) for node in self.inventory]
         return self
+
+    def node_of(self, line: int) -> tuple[str, str]:
+        return "n0", "node0"
+
+    def trouble(self) -> NodeTrouble:
+        return self.nodes_trouble
 
     def nodes(self):
         return self.inventory
@@ -91,9 +102,9 @@ class World:
     def assign(self):
         return assign_coordinates(self.plan.ranks, [LocatedShare(0, "n0", "node0", tuple(range(len(self.plan.ranks))))])
 
-    def start(self, number: int, placed) -> None:
+    def start(self, number: int, placed, left_out=()) -> None:
         self.generation = number
-        self.calls.append(f"start {number}")
+        self.calls.append(f"start {number}" + (f" without {list(left_out)}" if left_out else ""))
         self.script[number](self)
 
     def report_of(self, line: int, rank: int, event: dict) -> RankReport:
@@ -191,7 +202,7 @@ def test_a_lost_supervisor_ends_the_attempt_and_begins_another():
     world = World(cpu_plan(), {1: lost, 2: finishes})
     outcome = world.run()
     assert world.calls == ["begin", "start 1", "kill", "end", "begin", "start 2", "end"]
-    assert [attempt.cause for attempt in outcome.attempts] == ["share_lost", "finished"]
+    assert [attempt.cause for attempt in outcome.attempts] == ["node_loss", "finished"]
 
 
 def test_ranks_elsewhere_than_placed_are_not_trained_with():

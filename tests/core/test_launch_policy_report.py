@@ -147,7 +147,7 @@ def test_consequences_wait_half_a_second_for_their_cause():
     )
     assert not generation.judgeable(60.1)
     assert generation.judgeable(60.6)
-    generation.note_exit(2, -9, 60.2, "stepping", 6)
+    generation.note_exit({"rank": 2, "code": -9, "time": 60.2, "phase": "stepping", "step": 6})
     assert generation.judgeable(60.2)
     assert generation.failed_step == 6
 

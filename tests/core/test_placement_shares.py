@@ -74,9 +74,9 @@ def test_a_tensor_degree_that_no_node_can_hold_is_named_with_the_largest_that_fi
 
 def test_nodes_of_another_kind_are_not_counted():
     mixed = [Node("a", "a", 8, 8, kind="H100"), Node("b", "b", 8, 8, kind="L4")]
-    assert choose_shares(mixed, Need(8, 8, 8, kind="H100")).node_ids == ("a",)
-    with pytest.raises(PlacementError, match="1 node of another kind than H100 not counted"):
-        choose_shares(mixed, Need(16, 8, 8, kind="H100"))
+    assert choose_shares(mixed, Need(8, 8, 8, kinds=("H100",))).node_ids == ("a",)
+    with pytest.raises(PlacementError, match="1 node of another kind than H100 \\(L4\\) not counted"):
+        choose_shares(mixed, Need(16, 8, 8, kinds=("H100",)))
 
 
 def test_an_empty_cluster_is_refused_without_arithmetic_on_nothing():

@@ -51,6 +51,9 @@ class TestLink:
     def beat(self, phase: Phase, step: int) -> None:
         self.beats.append((phase, step))
 
+    def pace(self, own_seconds: float) -> None:
+        return None
+
     def report(self, event: dict[str, Any]) -> None:
         self.events.append(event)
 

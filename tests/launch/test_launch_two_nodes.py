@@ -92,7 +92,7 @@ def test_a_hang_is_named_with_rank_phase_and_step_and_mended_in_place(troubled):
 def test_a_lost_supervisor_means_a_new_attempt_on_nodes_chosen_anew(troubled):
     assert [restart["what"] for restart in troubled.of("restart")] == ["ranks", "ranks", "attempt"]
     third, fourth = troubled.outcome.attempts[2:]
-    assert third.cause == "share_lost"
+    assert third.cause == "node_loss"
     assert third.last_step < fourth.first_step <= third.last_step + 2
 
 
@@ -167,17 +167,20 @@ def test_a_plan_that_only_does_not_fit_now_waits_with_a_reason_and_a_limit(two_n
 
         other = Other.remote()
         assert ray.get(other.here.remote())
+        from orchestrator.launch.placing import Placing
         from orchestrator.launch.ray_attempt import RayAttempt
         from orchestrator.launch.request import LaunchRequest
-        from orchestrator.launch.waiting import PlacementWait
 
-        wait = PlacementWait(plan, 5)
+        placing = Placing(
+            plan, plan.config.fault_tolerance.model_copy(update={"placement_timeout_seconds": 5}), reasons.append
+        )
         attempt = RayAttempt(LaunchRequest(plan, "/nowhere", 0.0), ray, None, 1, {})
         assert sorted(node.slots_free for node in attempt.nodes()) == [1, 2]
-        assert not wait.attempt(100.0, attempt, reasons.append)
+        make = lambda plan: attempt  # noqa: E731
+        assert placing.attempt(100.0, make) is None
         assert reasons == []
-        assert not wait.attempt(103.0, attempt, reasons.append)
+        assert placing.attempt(103.0, make) is None
         with pytest.raises(PlacementError, match="Others hold the rest now"):
-            wait.attempt(105.5, attempt, reasons.append)
+            placing.attempt(105.5, make)
     assert [reason["kind"] for reason in reasons] == ["waiting"]
     assert "needs 4 CPU slots; 2 nodes hold" in reasons[0]["reason"]

@@ -50,6 +50,8 @@ Real = Annotated[float, BeforeValidator(_real), Field(allow_inf_nan=False)]
 """A finite number."""
 Positive = Annotated[float, BeforeValidator(_real), Field(gt=0, allow_inf_nan=False)]
 """A finite number above 0."""
+AboveOne = Annotated[float, BeforeValidator(_real), Field(gt=1, allow_inf_nan=False)]
+"""A finite number above 1."""
 PositiveOrZero = Annotated[float, BeforeValidator(_real), Field(ge=0, allow_inf_nan=False)]
 """A finite number of at least 0."""
 Fraction = Annotated[float, BeforeValidator(_real), Field(ge=0, lt=1, allow_inf_nan=False)]

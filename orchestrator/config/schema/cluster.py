@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from orchestrator.config.schema.base import Count, Positive, PositiveOrZero, Section
 
 
@@ -77,5 +79,9 @@ class ClusterConfig(Section):
     """Memory of one machine's host, in GiB; null: not known."""
     cores_per_node: Count | None = None
     """CPU cores of one machine; null: not known, taken from the machine at start."""
+    require_labels: dict[str, str] = Field(default_factory=dict)
+    """Labels that a Ray node must have for ranks to be placed on it, for example `{pool: train}`."""
+    domain_label: str = "ray.io/gpu-domain"
+    """Ray node label that names a node's rack or NVLink domain; a run lies in as few of them as hold it."""
     node_groups: tuple[NodeGroup, ...] = ()
     """Unlike nodes, one entry a kind; replaces `nodes`, `gpus_per_node` and `gpu` where it is given."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from orchestrator.config.schema.base import Count, CountOrZero, Fraction, Positive, PositiveOrZero, Section
+from orchestrator.config.schema.base import AboveOne, Count, CountOrZero, Fraction, Positive, PositiveOrZero, Section
 
 
 class RunSection(Section):
@@ -68,17 +68,38 @@ class TrackingConfig(Section):
 
 
 class FaultToleranceConfig(Section):
-    """What is done when something fails."""
+    """What is done when something fails. Each class of failures has a budget of its own."""
 
     max_restarts: CountOrZero = 3
-    """Times that a run is restarted after a crash before it is given up."""
+    """Times that ranks which crashed are started again before the run is given up."""
+    max_hangs: CountOrZero | None = None
+    """Times that ranks which hung are started again; null: as `max_restarts`."""
+    max_node_losses: CountOrZero | None = None
+    """Times that the run is placed anew after a node or its supervisor was lost; null: as `max_restarts`."""
+    max_preemptions: CountOrZero = 100
+    """Times that the run saves and moves off a node that is about to be taken away."""
+    max_rewinds: CountOrZero = 3
+    """Times that `on_nan: rewind` goes back to a checkpoint."""
     grace_seconds: Positive = 30.0
-    """Seconds that a stopping run has for its last checkpoint."""
+    """Seconds that a stopping run has for its last checkpoint, also after a preemption notice."""
     step_timeout_seconds: Positive = 600.0
     """Seconds without progress after which a rank counts as hung."""
     start_timeout_seconds: Positive = 300.0
     """Seconds that the ranks have until their first step."""
+    network_timeout_seconds: Positive = 60.0
+    """Seconds that ranks have to connect and to finish one small all-reduce in every group before the first step."""
     placement_timeout_seconds: PositiveOrZero = 60.0
     """Seconds to wait for GPUs that are busy now; 0: do not wait."""
-    on_nan: Literal["stop", "skip"] = "stop"
-    """What happens when the loss or the gradient is not a number: stop the run, or skip the step."""
+    replan_after_seconds: PositiveOrZero | None = 120.0
+    """Seconds to wait for lost nodes before the run goes on with fewer data ranks at the same global batch; null: it
+    never does."""
+    preemption_file: str | None = None
+    """File whose appearance on a node says that the node is about to be taken away; null: only Ray's notices count."""
+    on_nan: Literal["stop", "skip", "rewind"] = "stop"
+    """What happens when the loss or the gradient is not a number: stop the run, skip the step, or go back to the newest
+    checkpoint and leave the step out."""
+    max_skipped_steps: CountOrZero = 10
+    """Steps in a row that `on_nan: skip` may leave out before the run is stopped."""
+    spike_factor: AboveOne | None = None
+    """A loss above this many times the median of the last 32 steps counts as `on_nan` counts one that is not a number;
+    null: spikes are not looked for."""
