@@ -7,20 +7,21 @@ Writing is in `write.py`, the folder's rules in `folder.py`.
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
-from orchestrator.checkpoint.folder import BROKEN, Checkpoint, newest_complete, set_aside
-from orchestrator.checkpoint.manifest import faults_of, read_manifest
+from orchestrator.checkpoint.folder import BROKEN, Checkpoint, Location, newest_complete, open_checkpoint, set_aside
+from orchestrator.checkpoint.manifest import faults_of
 from orchestrator.checkpoint.ranks import CheckpointError, Ranks
+from orchestrator.checkpoint.shard_reader import ShardReader
+from orchestrator.checkpoint.shard_writer import METADATA_NAME
+from orchestrator.checkpoint.storage import Folder, open_folder
 from orchestrator.checkpoint.write import without_single_process_warning
 
 _NAMES_SHOWN = 20
@@ -32,6 +33,7 @@ def load(
     *,
     optional: tuple[str, ...] = (),
     verify: bool = True,
+    cast: bool = False,
     ranks: Ranks | None = None,
 ) -> None:
     """Read a checkpoint into a state of the same names, under any parallel plan. Collective.
@@ -44,6 +46,7 @@ def load(
         optional: beginnings of flattened names that may be missing on either side ("rng."); what is missing in the
             checkpoint keeps its value.
         verify: compare every byte with the manifest first, each rank a share of the files.
+        cast: take a tensor of another type than the state's and cast it; otherwise it is refused.
         ranks: the group to use; None means the default one.
 
     Raises:
@@ -54,9 +57,9 @@ def load(
         faults = _faults(checkpoint, ranks)
         if faults:
             raise CheckpointError(f"{checkpoint.path} is damaged: {'; '.join(faults)}")
-    reader = FileSystemReader(checkpoint.path)
+    reader = ShardReader(data_folder(checkpoint))
     flat, _ = flatten_state_dict(state)
-    asked = ranks.together("read the metadata", lambda: _disagreements(flat, reader.read_metadata(), optional))
+    asked = ranks.together("read the metadata", lambda: _disagreements(flat, reader.read_metadata(), cast))
     metadata = reader.read_metadata()
     _raise_if_different(checkpoint, asked, metadata, optional)
     wanted = {name: value for name, value in flat.items() if name in metadata.state_dict_metadata}
@@ -69,7 +72,7 @@ def load(
 
 
 def load_newest(
-    directory: str | os.PathLike[str],
+    directory: Location,
     state: dict[str, Any],
     *,
     optional: tuple[str, ...] = (),
@@ -89,29 +92,57 @@ def load_newest(
     ranks = ranks or Ranks.of()
     passed_over: list[str] = []
     while True:
-        checkpoint = ranks.on_first("look for checkpoints", lambda: newest_complete(directory))
-        if checkpoint is None:
+        path = ranks.on_first("look for checkpoints", partial(_newest_path, directory))
+        if path is None:
             return None, passed_over
+        checkpoint = open_together(path, ranks)
         faults = _faults(checkpoint, ranks)
         if not faults:
             load(checkpoint, state, optional=optional, verify=False, ranks=ranks)
             return checkpoint, passed_over
         passed_over.append(f"Checkpoint {checkpoint.path} is passed over, it is damaged: {'; '.join(faults)}.")
-        ranks.on_first("set the damaged checkpoint aside", partial(set_aside, checkpoint.path, BROKEN))
+        ranks.on_first("set the damaged checkpoint aside", partial(_set_aside, checkpoint.path))
+
+
+def open_together(location: str, ranks: Ranks) -> Checkpoint:
+    """The same complete checkpoint on every rank, looked at by rank 0 alone. Collective. Raises CheckpointError."""
+    manifest = ranks.on_first(f"open {location}", lambda: open_checkpoint(location).manifest)
+    return Checkpoint(open_folder(location), manifest)
+
+
+def data_folder(checkpoint: Checkpoint) -> Folder:
+    """Where the files of a checkpoint lie: its folder, or the one in it that its manifest names.
+
+    Raises:
+        CheckpointError: its manifest names no metadata.
+    """
+    for record in checkpoint.manifest.files:
+        prefix, slash, name = record.path.rpartition("/")
+        if name == METADATA_NAME:
+            return checkpoint.folder.child(prefix) if slash else checkpoint.folder
+    raise CheckpointError(f"{checkpoint.path} does not fit: its manifest names no {METADATA_NAME}")
+
+
+def _newest_path(directory: Location) -> str | None:
+    found = newest_complete(directory)
+    return None if found is None else found.path
+
+
+def _set_aside(path: str) -> None:
+    set_aside(path, BROKEN)
 
 
 def _faults(checkpoint: Checkpoint, ranks: Ranks) -> list[str]:
     """Faults of all files, each rank reading its share."""
 
     def read_share() -> list[str]:
-        manifest = read_manifest(checkpoint.path)
-        share = manifest.files[ranks.rank :: ranks.size]
-        return faults_of(checkpoint.path, manifest, read_bytes=True, records=share)
+        share = checkpoint.manifest.files[ranks.rank :: ranks.size]
+        return faults_of(checkpoint.folder, checkpoint.manifest, read_bytes=True, records=share)
 
     return [fault for part in ranks.together("verify the checkpoint", read_share) for fault in part]
 
 
-def _disagreements(flat: dict[str, Any], metadata: Metadata, optional: tuple[str, ...]) -> tuple[set[str], list[str]]:
+def _disagreements(flat: dict[str, Any], metadata: Metadata, cast: bool) -> tuple[set[str], list[str]]:
     """(names that this rank asks for, shapes and types that differ from the saved ones)."""
     different = []
     for name, value in flat.items():
@@ -127,7 +158,7 @@ def _disagreements(flat: dict[str, Any], metadata: Metadata, optional: tuple[str
         elif isinstance(saved, TensorStorageMetadata):
             if saved.size != value.shape:
                 different.append(f"{name} has shape {tuple(value.shape)} here and {tuple(saved.size)} there")
-            elif saved.properties.dtype != value.dtype:
+            elif saved.properties.dtype != value.dtype and not cast:
                 different.append(f"{name} is {value.dtype} here and {saved.properties.dtype} there")
     return set(flat), different
 

@@ -9,21 +9,21 @@ and an outcome, never the end of the run: the checkpoints that were there stay. 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from orchestrator.checkpoint.folder import Checkpoint, newest_complete, open_checkpoint, remove_leftovers
+from orchestrator.checkpoint.folder import Checkpoint, Location, newest_complete, open_checkpoint, remove_leftovers
 from orchestrator.checkpoint.manifest import Manifest, describe
 from orchestrator.checkpoint.ranks import CheckpointError, Ranks
 from orchestrator.checkpoint.read import load, load_newest
+from orchestrator.checkpoint.retention import Retention
+from orchestrator.checkpoint.storage import open_folder
 from orchestrator.checkpoint.write import save
 
 __all__ = [
@@ -47,8 +47,8 @@ class SaveOutcome:
     """What became of one save; the same on every rank except for the times."""
 
     step: int
-    path: Path | None
-    """Where the checkpoint lies; None if it failed."""
+    path: str | None
+    """Path or URL of the checkpoint; None if it failed."""
     error: str | None
     """Why it failed, naming the ranks; None if it is committed."""
     blocked_seconds: float
@@ -63,8 +63,9 @@ class CheckpointWriter:
     """Saves into one folder. Made once on every rank (collective), used by every rank at the same steps.
 
     Args:
-        directory: folder of the run's checkpoints, shared by all ranks; left-overs of killed saves in it are deleted.
-        keep_last: newest checkpoints that are kept.
+        directory: folder (or URL) of the run's checkpoints, shared by all ranks; left-overs of killed saves in it are
+            deleted.
+        retention: which checkpoints are kept; a number: that many of the newest.
         asynchronous: write in a thread; otherwise `save` returns after the commit.
         protected: checkpoints that are never deleted: what the run resumed from.
         raise_on_failure: raise a failed save's CheckpointError from the next `save` or `wait` instead of warning.
@@ -72,17 +73,17 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
-        keep_last: int,
+        directory: Location,
+        retention: Retention | int,
         asynchronous: bool,
         *,
-        protected: Iterable[str | os.PathLike[str]] = (),
+        protected: Iterable[Location] = (),
         raise_on_failure: bool = False,
     ) -> None:
-        self.directory = Path(directory)
-        self._keep_last = keep_last
+        self.directory = open_folder(directory)
+        self._retention = Retention(keep_last=retention) if isinstance(retention, int) else retention
         self._asynchronous = asynchronous
-        self._protected = tuple(Path(path) for path in protected)
+        self._protected = tuple(str(open_folder(path)) for path in protected)
         self._raise_on_failure = raise_on_failure
         self._ranks = Ranks.own_group()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
@@ -91,8 +92,14 @@ class CheckpointWriter:
         self._finished: list[SaveOutcome] = []
         self._last_step: int | None = None
         if self._ranks.rank == 0:
+            self._clean_up()
+
+    def _clean_up(self) -> None:
+        try:
             for path in remove_leftovers(self.directory):
                 _LOG.info("Removed %s, left by a save that was killed.", path)
+        except OSError as error:
+            _LOG.warning("Left-overs in %s could not be removed (%s).", self.directory, error)
 
     def save(self, step: int, state: dict[str, Any], manifest: Manifest) -> None:
         """Save the state of a step. Collective. A step already saved or in flight here is not saved twice.
@@ -162,7 +169,7 @@ class CheckpointWriter:
                 step,
                 state,
                 manifest,
-                keep_last=self._keep_last,
+                retention=self._retention,
                 protected=self._protected,
                 ranks=self._ranks,
             )

@@ -1,31 +1,30 @@
 """Writing one sharded checkpoint with torch's distributed checkpoint (DCP) and committing it.
 
-Every rank writes its own shards to a temporary name; the files are checksummed, the manifest comes last, and one
-rename gives the checkpoint its name. Nothing else makes a checkpoint, so a kill at any moment leaves the last complete
-one. This blocks; `store.CheckpointWriter` runs it in a thread. Reading: `read.py`; the folder's rules: `folder.py`.
+Every rank writes its own shards where no reader looks, with checksums; the manifest comes last, and one rename gives
+the checkpoint its name. Nothing else makes a checkpoint, so a kill at any moment leaves the last complete one. This
+blocks; `store.CheckpointWriter` runs it in a thread. Reading: `read.py`; the folder's rules: `folder.py`.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 import time
-import uuid
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
-from orchestrator.checkpoint.folder import TEMPORARY, Checkpoint, apply_retention, commit, sync_folder
-from orchestrator.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, faults_of, record_file, step_name
+from orchestrator.checkpoint.folder import Checkpoint, Draft, Location, abandon, begin, commit
+from orchestrator.checkpoint.manifest import FileRecord, Manifest, faults_of
 from orchestrator.checkpoint.ranks import CheckpointError, Ranks
+from orchestrator.checkpoint.retention import Retention, apply_retention
+from orchestrator.checkpoint.shard_writer import ShardWriter
+from orchestrator.checkpoint.storage import Folder, open_folder
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,97 +34,101 @@ _PAUSE_SECONDS = 0.5
 
 
 def save(
-    directory: str | os.PathLike[str],
+    directory: Location,
     step: int,
     state: dict[str, Any],
     manifest: Manifest,
     *,
-    keep_last: int | None = None,
-    protected: Iterable[Path] = (),
+    retention: Retention | None = None,
+    protected: Iterable[str] = (),
     ranks: Ranks | None = None,
+    planner: SavePlanner | None = None,
 ) -> Checkpoint:
     """Write and commit one checkpoint. Collective: every rank calls it with its own part of the state.
 
     Args:
-        directory: the folder of the run's checkpoints; made if missing. Shared by all ranks.
+        directory: the folder of the run's checkpoints, path or URL; made if missing. Shared by all ranks.
         step: optimizer steps done; names the checkpoint.
         state: what to save; it must not change until the call returns.
         manifest: facts from `manifest.describe`; the files are added here.
-        keep_last: after the commit, delete all but this many; None keeps all.
+        retention: which ones stay after the commit; None: all.
         protected: checkpoints that are never deleted.
         ranks: the group to use; None means the default one.
+        planner: who hands over the tensors (an import reads each when it is written); None: they are in the state.
 
     Raises:
         CheckpointError: on every rank, if it failed on any. The checkpoints that were there are untouched.
     """
     ranks = ranks or Ranks.of()
-    folder = Path(directory)
-    temporary = Path(ranks.on_first("make the folder", lambda: _make_temporary(folder, step)))
+    folder, prefix = ranks.on_first("make the folder", lambda: _begin(directory, step))
+    draft = Draft(open_folder(folder), prefix)
     try:
-        _write_shards(temporary, state, ranks)
-        records = ranks.together("checksum the files", lambda: _own_records(temporary, ranks))
-        files = tuple(sorted((record for part in records for record in part), key=lambda record: record.path))
+        records = _write_shards(draft, state, ranks, planner)
+        files = tuple(sorted((record for part in ranks.gather(records) for record in part), key=_path_of))
         complete = replace(manifest, step=step, files=files)
-        path = ranks.on_first("commit", lambda: _commit(temporary, folder, complete))
+        path = ranks.on_first("commit", lambda: str(_commit(draft, complete)))
     except BaseException:
-        if ranks.rank == 0 and temporary.exists():
-            shutil.rmtree(temporary, ignore_errors=True)
+        if ranks.rank == 0:
+            _abandon(draft)
         raise
-    if keep_last is not None and ranks.rank == 0:
+    committed = open_folder(path)
+    if retention is not None and ranks.rank == 0:
         try:
-            apply_retention(folder, keep_last=keep_last, committed=path, protected=protected)
+            apply_retention(directory, retention, committed=committed, protected=protected)
         except OSError as error:
-            _LOG.warning("Old checkpoints in %s could not be deleted (%s).", folder, error)
-    return Checkpoint(path, complete)
+            _LOG.warning("Old checkpoints in %s could not be deleted (%s).", directory, error)
+    return Checkpoint(committed, complete)
 
 
-def _make_temporary(folder: Path, step: int) -> str:
-    # A name of its own for every save: DCP would write over an old one without a word.
-    temporary = folder / f"{TEMPORARY}{step_name(step)}-{uuid.uuid4().hex[:8]}"
-    temporary.mkdir(parents=True)
-    return str(temporary)
+def _path_of(record: FileRecord) -> str:
+    return record.path
 
 
-def _write_shards(temporary: Path, state: dict[str, Any], ranks: Ranks) -> None:
-    writer = FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True, overwrite=False)
+def _begin(directory: Location, step: int) -> tuple[str, str]:
+    draft = begin(directory, step)
+    return str(draft.folder), draft.prefix
+
+
+def _abandon(draft: Draft) -> None:
+    try:
+        abandon(draft)
+    except OSError as error:
+        _LOG.warning("What a failed save has left in %s could not be deleted (%s).", draft.data, error)
+
+
+def _write_shards(
+    draft: Draft, state: dict[str, Any], ranks: Ranks, planner: SavePlanner | None
+) -> list[FileRecord]:
+    """Write this rank's part; what it wrote. Raises CheckpointError on every rank."""
+    writer = ShardWriter(draft.data, draft.prefix)
     try:
         with without_single_process_warning():
-            save_shards(state, storage_writer=writer, process_group=ranks.group, no_dist=ranks.alone)
+            save_shards(
+                state, storage_writer=writer, planner=planner, process_group=ranks.group, no_dist=ranks.alone
+            )
     except CheckpointException as error:
         # DCP has already told every rank about every failure.
         shown = "; ".join(
             f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()
         )
-        raise CheckpointError(f"could not write {temporary.name} ({shown})") from error
+        raise CheckpointError(f"could not write {draft.data.name} ({shown})") from error
+    return writer.records
 
 
-def _own_records(temporary: Path, ranks: Ranks) -> list[FileRecord]:
-    """Checksums of the files that this rank wrote (`__<rank>_*`); rank 0 also takes the metadata."""
-    names = [path.name for path in temporary.iterdir() if path.name.startswith(f"__{ranks.rank}_")]
-    if ranks.rank == 0:
-        names.append(".metadata")
-    return [record_file(temporary, name) for name in names]
+def _commit(draft: Draft, manifest: Manifest) -> Folder:
+    _wait_for_files(draft.folder, manifest)
+    return commit(draft, manifest)
 
 
-def _commit(temporary: Path, folder: Path, manifest: Manifest) -> Path:
-    _wait_for_files(temporary, manifest)
-    with (temporary / MANIFEST_NAME).open("w", encoding="utf-8") as stream:
-        stream.write(manifest.to_json())
-        stream.flush()
-        os.fsync(stream.fileno())
-    sync_folder(temporary)
-    return commit(temporary, folder, manifest.step)
-
-
-def _wait_for_files(temporary: Path, manifest: Manifest) -> None:
+def _wait_for_files(folder: Folder, manifest: Manifest) -> None:
     """Until rank 0 sees what the others have written: a network file system may show it some seconds late.
 
     Ranks that never see one another's files would commit a checkpoint that nobody can load.
     """
     deadline = time.monotonic() + _VISIBLE_SECONDS
-    while faults := faults_of(temporary, manifest, read_bytes=False):
+    while faults := faults_of(folder, manifest, read_bytes=False):
         if time.monotonic() > deadline:
-            raise OSError(f"{'; '.join(faults)}: is {temporary.parent} one folder for all nodes?")
+            raise OSError(f"{'; '.join(faults)}: is {folder.parent()} one folder for all nodes?")
         time.sleep(_PAUSE_SECONDS)
 
 

@@ -23,7 +23,7 @@ _PATHS: dict[str, tuple[str, ...]] = {
 
 
 def with_absolute_paths(config: RunConfig, current_folder: Path) -> RunConfig:
-    """The same configuration with every path absolute, `~` written out; globs stay globs.
+    """The same configuration with every path absolute, `~` written out; globs and URLs stay as they are.
 
     Args:
         config: as composed.
@@ -33,7 +33,7 @@ def with_absolute_paths(config: RunConfig, current_folder: Path) -> RunConfig:
     for dotted, words in _PATHS.items():
         section, key = dotted.split(".")
         value = getattr(getattr(config, section), key)
-        if value is not None and value not in words:
+        if value is not None and value not in words and "://" not in value:
             changes.setdefault(section, {})[key] = str(current_folder / Path(value).expanduser())
     return config.model_copy(
         update={section: getattr(config, section).model_copy(update=values) for section, values in changes.items()}

@@ -26,6 +26,8 @@ _NOT_LEARNED = {
         "deterministic",
         "validate_every_steps",
         "validation_sequences",
+        "profile_steps",
+        "profile_ranks",
     ),
     "data": ("cache_directory",),
 }
@@ -58,14 +60,18 @@ def default_name(config: RunConfig) -> str:
     return f"{config.run.experiment}-{hashlib.sha256(text.encode()).hexdigest()[:_HASH_CHARACTERS]}"
 
 
-def checkpoint_directory(config: RunConfig, run_directory: str | os.PathLike[str]) -> Path:
-    """Folder of a run's checkpoints: `checkpoints/` in its own, or one of its name under `checkpoint.directory`.
+def checkpoint_directory(config: RunConfig, run_directory: str | os.PathLike[str]) -> str:
+    """Path or URL of a run's checkpoints: `checkpoints/` in its own, or one of its name under `checkpoint.directory`.
 
     Several runs can share `checkpoint.directory`: none takes another's checkpoints for its own.
     """
     run = Path(run_directory)
     asked = config.checkpoint.directory
-    return run / "checkpoints" if asked is None else Path(asked).expanduser().absolute() / run.name
+    if asked is None:
+        return str(run / "checkpoints")
+    if "://" in asked:
+        return f"{asked.rstrip('/')}/{run.name}"
+    return str(Path(asked).expanduser().absolute() / run.name)
 
 
 def starts_elsewhere(values: Mapping[str, Any]) -> bool:

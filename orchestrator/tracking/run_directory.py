@@ -59,7 +59,8 @@ class RunDirectory:
     """Whether an unfinished run goes on."""
     changes: dict[str, tuple[Any, Any]]
     """Dotted key -> (before, now) of what changed since the run was last started; empty for a new run."""
-    checkpoints: Path
+    checkpoints: str
+    """Path or URL of the folder of its checkpoints."""
     _lock: RunLock = field(repr=False)
 
     @property
@@ -118,7 +119,7 @@ def check_run_directory(config: RunConfig) -> tuple[Problem, ...]:
         *_problems_of_folder("run.directory", config.run.directory),
         *(
             _problems_of_folder("checkpoint.directory", config.checkpoint.directory)
-            if config.checkpoint.directory is not None
+            if config.checkpoint.directory is not None and "://" not in config.checkpoint.directory
             else ()
         ),
         *_problems_of_name_asked(config),

@@ -91,7 +91,7 @@ def test_a_new_run_writes_what_was_asked_and_what_was_decided(tmp_path: Path) ->
     assert yaml.safe_load((run.path / "config.yaml").read_text())["model"]["hidden_size"] == 8
     assert json.loads((run.path / "plan.json").read_text())["parallel"]["world_size"] == 2
     assert run.logs.is_dir()
-    assert run.checkpoints == run.path / "checkpoints"
+    assert run.checkpoints == str(run.path / "checkpoints")
 
 
 def test_an_unfinished_run_is_continued_and_says_what_changed(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_folder_left_by_a_command_killed_before_it_wrote_anything_is_free(tmp_
 
 def test_runs_under_one_checkpoint_directory_have_folders_of_their_own(tmp_path: Path) -> None:
     config = run_config(tmp_path, {"checkpoint.directory": str(tmp_path / "shared")})
-    assert checkpoint_directory(config, tmp_path / "runs" / "a") == tmp_path / "shared" / "a"
+    assert checkpoint_directory(config, tmp_path / "runs" / "a") == str(tmp_path / "shared" / "a")
 
 
 # Refusals

@@ -54,16 +54,16 @@ def names(directory: Path) -> set[str]:
 
 
 def saved(directory: Path, step: int, **more: Any) -> Path:
-    writer = CheckpointWriter(directory, keep_last=10, asynchronous=False)
+    writer = CheckpointWriter(directory, retention=10, asynchronous=False)
     writer.save(step, plain_state(step, **more), manifest_of(step))
     (outcome,) = writer.take_outcomes()
     assert outcome.path is not None
-    return outcome.path
+    return Path(outcome.path)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_was_saved_is_loaded(tmp_path: Path, asynchronous: bool) -> None:
-    writer = CheckpointWriter(tmp_path, keep_last=2, asynchronous=asynchronous)
+    writer = CheckpointWriter(tmp_path, retention=2, asynchronous=asynchronous)
     for step in (1, 2, 3):
         writer.save(step, plain_state(step), manifest_of(step))
     writer.close()
@@ -84,7 +84,7 @@ def test_the_manifest_lists_every_file_with_its_checksum(tmp_path: Path) -> None
 
 
 def test_training_may_change_the_state_while_it_is_written(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path, keep_last=2, asynchronous=True)
+    writer = CheckpointWriter(tmp_path, retention=2, asynchronous=True)
     state = plain_state(7)
     writer.save(7, state, manifest_of(7))
     for part in ("model", "optimizer"):
@@ -98,7 +98,7 @@ def test_training_may_change_the_state_while_it_is_written(tmp_path: Path) -> No
 
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path, keep_last=2, asynchronous=True)
+    writer = CheckpointWriter(tmp_path, retention=2, asynchronous=True)
     writer.save(4, plain_state(4), manifest_of(4))
     writer.save(4, plain_state(4), manifest_of(4))
     writer.close()
@@ -113,8 +113,8 @@ def test_nothing_is_loaded_where_nothing_was_saved(tmp_path: Path) -> None:
 
 def test_files_that_rank_0_never_sees_are_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write, "_VISIBLE_SECONDS", 0.0)
-    elsewhere = FileRecord("__1_0.distcp", 10, "0" * 64)
-    monkeypatch.setattr(write, "_own_records", lambda temporary, ranks: [elsewhere])
+    elsewhere = FileRecord("__1_0.distcp", 10, "0" * 32)
+    monkeypatch.setattr(write, "_write_shards", lambda draft, state, ranks: [elsewhere])
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp is missing: is .* one folder for all nodes\?"):
         write.save(tmp_path, 1, plain_state(1), manifest_of(1))
     assert list(tmp_path.iterdir()) == []
@@ -236,7 +236,7 @@ def sharded_state(tensor: torch.Tensor, dim: int = 0) -> dict[str, Any]:
 
 
 def shards_load_whole_and_elsewhere(rank: int, directory: Path) -> None:
-    writer = CheckpointWriter(directory, keep_last=2, asynchronous=True)
+    writer = CheckpointWriter(directory, retention=2, asynchronous=True)
     state = sharded_state(whole())  # 7 rows on 2 ranks: uneven.
     state["position"]["step"] = 3
     writer.save(3, state, manifest_of(3))
@@ -257,7 +257,7 @@ def shards_load_whole_and_elsewhere(rank: int, directory: Path) -> None:
 
 def a_failure_on_one_rank_is_known_to_all(rank: int, directory: Path) -> None:
     """Rank 1 can write no more than 4 KiB a file, as on a full disk."""
-    writer = CheckpointWriter(directory, keep_last=1, asynchronous=True)
+    writer = CheckpointWriter(directory, retention=1, asynchronous=True)
     state = sharded_state(torch.ones(4096, 8))
     writer.save(1, state, manifest_of(1))
     writer.wait()
@@ -281,7 +281,7 @@ def a_failure_on_one_rank_is_known_to_all(rank: int, directory: Path) -> None:
 
 
 def a_failure_is_raised_on_all_if_asked(rank: int, directory: Path) -> None:
-    writer = CheckpointWriter(directory, keep_last=1, asynchronous=False, raise_on_failure=True)
+    writer = CheckpointWriter(directory, retention=1, asynchronous=False, raise_on_failure=True)
     state = sharded_state(torch.ones(4096, 8))
 
     def refuse() -> None:
@@ -294,7 +294,7 @@ def a_failure_is_raised_on_all_if_asked(rank: int, directory: Path) -> None:
 
 
 def a_rank_that_cannot_copy_stops_nobody(rank: int, directory: Path) -> None:
-    writer = CheckpointWriter(directory, keep_last=1, asynchronous=True)
+    writer = CheckpointWriter(directory, retention=1, asynchronous=True)
     state = sharded_state(whole())
     if rank == 1:
         state["position"]["step"] = Uncopyable()
@@ -314,7 +314,7 @@ class Uncopyable:
 def ranks_ask_for_their_parts_only(rank: int, directory: Path) -> None:
     """As with pipeline stages: each rank has names that the other does not have."""
     mine: dict[str, Any] = {"model": {f"layers.{rank}": torch.full((4,), float(rank + 1))}}
-    writer = CheckpointWriter(directory, keep_last=1, asynchronous=True)
+    writer = CheckpointWriter(directory, retention=1, asynchronous=True)
     writer.save(1, mine, manifest_of(1))
     writer.wait()
     state: dict[str, Any] = {"model": {f"layers.{1 - rank}": torch.zeros(4)}}
@@ -327,7 +327,7 @@ def ranks_ask_for_their_parts_only(rank: int, directory: Path) -> None:
 
 
 def damage_is_found_together(rank: int, directory: Path) -> None:
-    writer = CheckpointWriter(directory, keep_last=2, asynchronous=False)
+    writer = CheckpointWriter(directory, retention=2, asynchronous=False)
     for step in (1, 2):
         state = sharded_state(whole() + step)
         state["position"]["step"] = step
