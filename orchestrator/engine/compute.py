@@ -49,12 +49,24 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     # The kernel's own high-water mark of this process. `getrusage` also counts what the parent held before the fork.
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text(encoding="ascii").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+    peak = _status_bytes("VmHWM:")
+    if peak is not None:
+        return peak
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def resident_bytes() -> int:
+    """Resident set of the process now; where the kernel does not tell, its high-water mark."""
+    now = _status_bytes("VmRSS:")
+    return peak_memory_bytes(torch.device("cpu")) if now is None else now
+
+
+def _status_bytes(name: str) -> int | None:
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    found = [line for line in status.read_text(encoding="ascii").splitlines() if line.startswith(name)]
+    return int(found[0].split()[1]) * 1024 if found else None
 
 
 def seed_step(config: RunConfig, mesh: Mesh, step: int) -> None:

@@ -48,15 +48,16 @@ def model_flops_utilization(plan: RunPlan, tokens_per_second: float | None) -> f
 
 
 def steady_records(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The records of a run's pace: without the first step of each attempt, which pays for allocation and warm-up.
+    """The records of a run's pace: without the first step of each attempt, which pays for allocation and warm-up, and
+    without profiled ones.
 
-    If nothing else was recorded, the first steps are all there is and are returned.
+    If nothing else was recorded, those are all there is and are returned.
     """
     all_records = [record for record in records if record.get("step_seconds") is not None]
     seen: set[Any] = set()
     steady = []
     for record in all_records:
-        if record.get("attempt") in seen:
+        if record.get("attempt") in seen and not record.get("profiled"):
             steady.append(record)
         seen.add(record.get("attempt"))
     return steady or all_records

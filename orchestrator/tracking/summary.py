@@ -63,7 +63,14 @@ def build_summary(
         },
         "mlflow_run_id": mlflow_run_id(run_directory),
         "checkpoint": checkpoint,
+        "profile": files_in(run_directory, "profile", "rank-*.json.gz"),
+        "out_of_memory": files_in(run_directory, "memory", "attempt-*-rank-*.json"),
     }
+
+
+def files_in(run_directory: Path, folder: str, pattern: str) -> list[str]:
+    """What ranks have left in a folder of the run, as paths relative to the run's; empty where there is none."""
+    return sorted(str(path.relative_to(run_directory)) for path in (run_directory / folder).glob(pattern))
 
 
 def predicted(plan: RunPlan) -> dict[str, Any]:

@@ -40,6 +40,10 @@ class TrainingConfig(Section):
     """Steps between validations; 0: only after the last step."""
     validation_sequences: Count = 256
     """Validation sequences that one validation reads (all, if there are fewer)."""
+    profile_steps: tuple[Count, Count] | None = None
+    """First and last step of a profiler window, as `[10,12]`: its trace goes into the run's `profile/`; null: none."""
+    profile_ranks: tuple[CountOrZero, ...] | Literal["all"] = (0,)
+    """Ranks that write a trace of `profile_steps`, as `[0,7]`; `all`: every rank, where there are at most 16."""
 
 
 class ScheduleConfig(Section):

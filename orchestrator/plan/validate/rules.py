@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterable
 
 from orchestrator.errors import Problem
 from orchestrator.plan.facts import Facts
-from orchestrator.plan.validate import batch_rules, gpu_rules, model_rules, notices, pipeline_rules, split_rules
+from orchestrator.plan.validate import (
+    batch_rules,
+    gpu_rules,
+    model_rules,
+    notices,
+    pipeline_rules,
+    profile_rules,
+    split_rules,
+)
 
 Rule = Callable[[Facts], Iterable[Problem]]
 
@@ -20,6 +28,7 @@ RULES: tuple[Rule, ...] = (
     *split_rules.RULES,
     *pipeline_rules.RULES,
     *batch_rules.RULES,
+    *profile_rules.RULES,
 )
 
 
