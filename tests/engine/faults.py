@@ -128,3 +128,15 @@ def gradients_reduced_after_the_last_micro_batch_only_lose_the_others() -> Any:
         return total + real(parts, batches[-1:], share)
 
     return mock.patch.object(step, "_accumulate", forgetful)
+
+
+def initial_weights_of_the_rank() -> Any:
+    """Each rank draws the values of its part as if it began at the first row."""
+    from orchestrator.engine import initialise
+
+    return mock.patch.object(initialise, "offsets", lambda tensor: (0,) * tensor.dim())
+
+
+def nothing_but_an_error() -> Any:
+    """Not a wrong number: an exception while the rank works."""
+    raise RuntimeError("a deliberate error")
