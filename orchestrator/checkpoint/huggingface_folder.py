@@ -7,24 +7,21 @@ or guessed. Values are read in `huggingface_read.py`, other checkpoints in `read
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from models.huggingface import HEAD_WEIGHT, ForeignWeight
 from models.parameters import ModelSizes, attention_biases, head_features, key_value_heads
-from models.registry import FAMILIES, family, family_of_model_type
+from models.registry import family
 from models.spec import parameter_specs
 from orchestrator.checkpoint.safetensors_file import ITEM_BYTES, StoredTensor, read_header, same_values
+from orchestrator.config.model_folder import CONFIG_NAME, MANIFEST_NAME, FolderError, read_json
 from orchestrator.config.schema.model import ModelConfig
 from orchestrator.errors import Problem
 
-CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -32,14 +29,6 @@ _NAMES_SHOWN = 20
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
 FREE_KEYS = ("attention_dropout", "resid_pdrop", "initializer_range")
 """Keys of a model that its weights do not depend on."""
-
-
-class HuggingFaceError(ValueError):
-    """A folder cannot be used; `faults` is one line for each reason."""
-
-    def __init__(self, faults: Iterable[str]) -> None:
-        self.faults = tuple(faults)
-        super().__init__("; ".join(self.faults))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +55,7 @@ def is_huggingface(path: Path) -> bool:
     """Whether a path means a Hugging Face model rather than one of our checkpoints."""
     if path.is_file():
         return path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
-    if not path.is_dir() or (path / "manifest.json").exists():
+    if not path.is_dir() or (path / MANIFEST_NAME).exists():
         return False
     return (path / CONFIG_NAME).is_file() or any(path.glob("*.safetensors"))
 
@@ -74,36 +63,15 @@ def is_huggingface(path: Path) -> bool:
 def open_huggingface(path: Path) -> HuggingFaceFolder:
     """Read the configuration and the headers of a folder, of one safetensors file or of an index in it.
 
-    Raises HuggingFaceError with everything that is missing, cut or in another format.
+    Raises FolderError with everything that is missing, cut or in another format.
     """
     folder = path if path.is_dir() else path.parent
     faults: list[str] = []
-    config = _read_json(folder / CONFIG_NAME, faults)
+    config = _json(folder / CONFIG_NAME, faults)
     tensors = _tensors(path, folder, faults)
     if faults:
-        raise HuggingFaceError(faults)
+        raise FolderError(faults)
     return HuggingFaceFolder(folder, config, tensors)
-
-
-def read_sizes(config: Mapping[str, Any]) -> ModelConfig:
-    """The model that a `config.json` describes.
-
-    Raises HuggingFaceError naming every key that is unknown, missing or asks for what is not implemented.
-    """
-    kind = config.get("model_type")
-    found = family_of_model_type(kind)
-    if found is None:
-        known = ", ".join(name for one in FAMILIES.values() for name in one.model_types)
-        raise HuggingFaceError([f"{CONFIG_NAME}: model_type={kind!r} is not implemented; there are {known}"])
-    imported = found.sizes_from_config(config)
-    if imported.refused:
-        raise HuggingFaceError(f"{CONFIG_NAME}: {key} {reason}" for key, reason in imported.refused)
-    try:
-        return ModelConfig.model_validate(imported.sizes)
-    except ValidationError as error:
-        raise HuggingFaceError(
-            f"{CONFIG_NAME}: {'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors()
-        ) from None
 
 
 def model_problems(key: str, place: str, stored: ModelConfig, asked: ModelConfig) -> list[Problem]:
@@ -162,7 +130,7 @@ def as_word(value: Any) -> str:
 def match(folder: HuggingFaceFolder, sizes: ModelSizes) -> dict[str, Source]:
     """Where each parameter of the model lies, by our name; a tied head has no entry.
 
-    Raises HuggingFaceError listing missing and extra tensors, wrong shapes, types that hold no weights, and a head
+    Raises FolderError listing missing and extra tensors, wrong shapes, types that hold no weights, and a head
     that should be the embedding and is not.
     """
     kind = family(sizes.family)
@@ -195,7 +163,7 @@ def match(folder: HuggingFaceFolder, sizes: ModelSizes) -> dict[str, Source]:
         if names:
             faults.append(f"{len(names)} tensors are {what}: {_shown(names)}")
     if faults:
-        raise HuggingFaceError(dict.fromkeys(faults))
+        raise FolderError(dict.fromkeys(faults))
     return sources
 
 
@@ -233,7 +201,7 @@ def _tensors(path: Path, folder: Path, faults: list[str]) -> dict[str, StoredTen
 
 
 def _indexed(index: Path, folder: Path, faults: list[str]) -> dict[str, StoredTensor]:
-    places = _read_json(index, faults).get("weight_map")
+    places = _json(index, faults).get("weight_map")
     if not isinstance(places, dict):
         faults.append(f"{index.name} has no weight_map")
         return {}
@@ -258,19 +226,12 @@ def _headers(files: list[Path], faults: list[str]) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _read_json(path: Path, faults: list[str]) -> dict[str, Any]:
+def _json(path: Path, faults: list[str]) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        faults.append(f"{path.name} is missing")
+        return read_json(path)
+    except FolderError as error:
+        faults += error.faults
         return {}
-    except (OSError, ValueError) as error:
-        faults.append(f"{path.name} cannot be read ({error})")
-        return {}
-    if not isinstance(values, dict):
-        faults.append(f"{path.name} is no JSON object")
-        return {}
-    return values
 
 
 def _shown(names: list[str]) -> str:

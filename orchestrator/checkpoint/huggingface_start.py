@@ -7,13 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchestrator.checkpoint.huggingface_folder import (
-    HuggingFaceError,
-    match,
-    model_problems,
-    open_huggingface,
-    read_sizes,
-)
+from orchestrator.checkpoint.huggingface_folder import match, model_problems, open_huggingface
+from orchestrator.config.model_folder import FolderError, read_sizes
 from orchestrator.config.schema import RunConfig
 from orchestrator.data.tokenizers import BYTES, Tokenizer, open_tokenizer
 from orchestrator.errors import ConfigError, Problem
@@ -32,12 +27,12 @@ def problems_of_weights(config: RunConfig, path: Path) -> list[Problem]:
     """Every reason against starting `config` from the Hugging Face model at `path`."""
     try:
         folder = open_huggingface(path)
-    except HuggingFaceError as error:
+    except FolderError as error:
         fix = "Give a folder with config.json and model.safetensors, as `save_pretrained` writes it."
         return [Problem(KEY, f"{path}: {fault}.", fix) for fault in error.faults]
     try:
         stored = read_sizes(folder.config)
-    except HuggingFaceError as error:
+    except FolderError as error:
         fix = (
             "If the model computes the same without that key, take it out of config.json; else this model cannot be "
             "loaded."
@@ -46,7 +41,7 @@ def problems_of_weights(config: RunConfig, path: Path) -> list[Problem]:
     problems = model_problems(KEY, str(path), stored, config.model)
     try:
         match(folder, stored)
-    except HuggingFaceError as error:
+    except FolderError as error:
         fix = "The tensors must be those of the model that config.json describes: get the files again, or mend it."
         problems += [Problem(KEY, f"{path}: {fault}.", fix) for fault in error.faults]
     return [*problems, *_tokenizer_problems(config, folder.path)]

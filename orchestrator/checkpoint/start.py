@@ -7,8 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from orchestrator.checkpoint.folder import open_checkpoint
-from orchestrator.config.schema import RunConfig
+from orchestrator.checkpoint.huggingface_folder import is_huggingface, model_problems
+from orchestrator.checkpoint.huggingface_start import problems_of_weights
+from orchestrator.checkpoint.storage import StorageError, is_url
+from orchestrator.config.schema import ModelConfig, RunConfig
 from orchestrator.errors import Problem
 
 
@@ -26,27 +31,28 @@ def _problems_of(config: RunConfig, key: str, asked: str) -> list[Problem]:
     folder = Path(asked).expanduser()
     words = "`auto`, `never` or " if key == "checkpoint.resume" else ""
     fix = f"Give {words}the folder of a checkpoint, for example RUN/checkpoints/step-00000200."
-    if (folder / "config.json").is_file() and not (folder / "manifest.json").exists():
-        return [Problem(key, f"{asked} is a Hugging Face folder; this version does not read those yet.", fix)]
+    if not is_url(asked) and is_huggingface(folder):
+        if key == "checkpoint.init_from":
+            return problems_of_weights(config, folder)
+        return [_weights_alone(key, asked)]
     try:
-        checkpoint = open_checkpoint(folder)
+        checkpoint = open_checkpoint(asked if is_url(asked) else folder)
+    except StorageError as error:
+        return [Problem(key, f"{error.message}.", error.fix)]
     except ValueError as error:
         return [Problem(key, f"{error}.", fix)]
-    saved = checkpoint.manifest.config.get("model", {})
-    asked_model = config.to_dict()["model"]
-    # Learned positions are weights, rotary ones are not.
-    free = _NOT_WEIGHTS if config.model.family == "gpt" else (*_NOT_WEIGHTS, "max_position_embeddings")
-    return [
-        Problem(
-            f"model.{name}",
-            f"{key}={asked} was saved with {name}={saved[name]}, model.{name}={value} is asked for: its weights do "
-            "not fit.",
-            f"Set model.{name}={saved[name]}, or start from another checkpoint.",
-        )
-        for name, value in asked_model.items()
-        if name in saved and saved[name] != value and name not in free
-    ]
+    if key == "checkpoint.resume" and not checkpoint.manifest.data_fingerprint:
+        return [_weights_alone(key, asked)]
+    try:
+        saved = ModelConfig.model_validate(checkpoint.manifest.config.get("model", {}))
+    except ValidationError:
+        return [Problem(key, f"The manifest of {asked} does not say which model was saved.", fix)]
+    return model_problems(key, asked, saved, config.model)
 
 
-_NOT_WEIGHTS = ("attention_dropout", "resid_pdrop", "initializer_range")
-"""Keys of a model that its saved weights do not depend on."""
+def _weights_alone(key: str, asked: str) -> Problem:
+    return Problem(
+        key,
+        f"{asked} holds weights alone: without optimizer and position in the data no run can go on.",
+        f"To begin with its weights, set checkpoint.init_from={asked}",
+    )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module, util
 from typing import Protocol, cast
 
-from orchestrator.cli.invocation import Invocation
+from orchestrator.cli.invocation import VALUE_FLAGS, Invocation
 from orchestrator.config.suggest import did_you_mean, nearest
 from orchestrator.errors import ConfigError, Problem
 
@@ -47,7 +47,7 @@ def _help() -> str:
         "python -m orchestrator checkpoint WORD ...\n",
         "Looks after the checkpoints of runs, in a folder or an object store (s3://bucket/prefix).\n",
         *(f"  {word:<8}{subcommand(word).SUMMARY}" for word in offered()),
-        "",
+        "\nExit code 0: done; 2: refused, nothing was written; 3: it failed.\n",
         *(subcommand(word).HELP for word in offered()),
     ]
     return "\n".join(parts)
@@ -55,7 +55,7 @@ def _help() -> str:
 
 HELP = _help()
 
-FLAGS = ("--json",)
+FLAGS = ("--json", *VALUE_FLAGS)
 
 
 def run(invocation: Invocation) -> int:
@@ -68,8 +68,12 @@ def run(invocation: Invocation) -> int:
         fix = f"{did_you_mean(nearest(word, known))} Write `checkpoint` and one of: {', '.join(known)}.".strip()
         raise ConfigError([Problem("checkpoint", wrong, fix), *problems])
     module = subcommand(word)
-    if invocation.json and "--json" not in module.FLAGS:
-        problems.append(Problem("--json", f"`checkpoint {word}` does not know --json.", "Leave it out."))
+    given = (*(("--json",) if invocation.json else ()), *invocation.options)
+    problems += [
+        Problem(flag, f"`checkpoint {word}` does not know {flag}.", "Leave it out.")
+        for flag in given
+        if flag not in module.FLAGS
+    ]
     if problems:
         raise ConfigError(problems)
     return module.run(invocation, words)

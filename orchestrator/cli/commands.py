@@ -15,6 +15,9 @@ SUMMARIES = {
     "plan": "what the training would need and cost: layout, memory, time, every problem; starts nothing",
     "search": "every legal plan for this model on these GPUs, ranked",
     "verify": "prove on CPU processes that the plan, made small, is the same training as one process",
+    "checkpoint": "list, verify, export and import checkpoints; Hugging Face weights in and out",
+    "inventory": "what the live Ray cluster has, and its declaration as conf/cluster/NAME.yaml",
+    "submit": "the same training as a Ray job: upload, follow its log, end with its exit code",
 }
 """Every command that may exist, in the order of help; one whose module is not there is not offered."""
 

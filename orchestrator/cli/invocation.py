@@ -18,6 +18,12 @@ from orchestrator.errors import ConfigError, Problem
 DEFAULT_COMMAND = "train"
 
 FLAGS = ("--help", "--version", "--json", "--multirun", "--cfg", "--config-dir")
+VALUE_FLAGS = ("--dtype", "--max-shard-size", "--tokenizer")
+"""Flags of single commands that take a value: `--dtype bf16` or `--dtype=bf16`."""
+CLUSTER_FLAGS = ("--address", "--device", "--env", "--python")
+"""The same, of commands that speak with a cluster."""
+SWITCHES = ("--write", "--no-wait")
+"""Flags of single commands that take none; given, they stand in `options` with an empty value."""
 _SHORT = {"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-cd": "--config-dir", "-V": "--version"}
 _BARE_WORD = re.compile(r"[A-Za-z][\w-]*")
 
@@ -36,6 +42,8 @@ class Invocation:
     multirun: bool = False
     show_config: bool = False
     config_directory: str | None = None
+    options: dict[str, str] = field(default_factory=dict)
+    """Values of `VALUE_FLAGS` and `CLUSTER_FLAGS` that were given, and the `SWITCHES`."""
     problems: list[Problem] = field(default_factory=list)
 
     def load(self, overrides: Sequence[str] | None = None) -> RunConfig:
@@ -103,8 +111,16 @@ def _take_flag(made: Invocation, word: str, rest: list[str]) -> None:
         if not made.config_directory:
             made.config_directory = None
             made.problems.append(Problem("--config-dir", "No folder was given.", "Write --config-dir FOLDER."))
+    elif flag in SWITCHES and not equals:
+        made.options[flag] = ""
+    elif flag in (*VALUE_FLAGS, *CLUSTER_FLAGS):
+        given = attached if equals else _value(rest)
+        if given:
+            made.options[flag] = given
+        else:
+            made.problems.append(Problem(flag, "No value was given.", f"Write {flag} VALUE."))
     else:
-        hint = did_you_mean(nearest(name, FLAGS))
+        hint = did_you_mean(nearest(name, (*FLAGS, *VALUE_FLAGS, *CLUSTER_FLAGS, *SWITCHES)))
         made.problems.append(
             Problem(name, f"There is no flag `{word}`.", f"{hint} The flags are {', '.join(FLAGS)}.".strip())
         )

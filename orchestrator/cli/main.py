@@ -78,8 +78,9 @@ def _dispatch(invocation: Invocation) -> int:
     if invocation.help:
         return _help(invocation)
     module = commands.command(invocation.command)
-    for flag, is_given in (("--json", invocation.json), ("--multirun", invocation.multirun)):
-        if is_given and flag not in module.FLAGS:
+    switches = {"--json": invocation.json, "--multirun": invocation.multirun}
+    for flag in (*(name for name, is_given in switches.items() if is_given), *invocation.options):
+        if flag not in module.FLAGS:
             knows = ", ".join(name for name in commands.offered() if flag in commands.command(name).FLAGS)
             problem = Problem(flag, f"`{invocation.command}` does not know {flag}.", f"It belongs to: {knows}.")
             invocation.problems.append(problem)

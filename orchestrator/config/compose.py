@@ -32,14 +32,23 @@ _RESOLUTION_ERRORS = (OmegaConfBaseException, RecursionError, ValueError, TypeEr
 """What an interpolation can make OmegaConf and the resolvers raise."""
 
 
-def load_config(overrides: Sequence[str] = (), *, config_directory: str | None = None) -> RunConfig:
+LIVE_CLUSTER = "ray"
+"""The option of the group `cluster` whose values a live cluster gives."""
+AskCluster = Callable[[str, str | None], Mapping[str, Any]]
+"""(`cluster.device` and `gpu` as chosen on the command line) -> the `cluster` section of the live cluster; raises
+`ConfigError`. Commands bring it along, because this room knows no Ray."""
+
+
+def load_config(
+    overrides: Sequence[str] = (), *, config_directory: str | None = None, ask_cluster: AskCluster | None = None
+) -> RunConfig:
     """Compose and validate a configuration.
 
     `overrides` are Hydra's: `+experiment=llama7b_zero2`, `model=llama3_8b`, `training.steps=20`, `~model.rope_scaling`.
     `config_directory` holds the user's own options, in subfolders named as the groups. Raises ConfigError with every
-    problem that was found.
+    problem that was found. `cluster=ray` needs `ask_cluster`, which the commands give.
     """
-    examined = examine(overrides, config_directory=config_directory)
+    examined = examine(overrides, config_directory=config_directory, ask_cluster=ask_cluster)
     if examined.config is None:
         raise ConfigError(examined.problems)
     return examined.config
@@ -56,7 +65,9 @@ class Examined:
     """With problems: the configuration without the settings at fault, if there is one; for finding more."""
 
 
-def examine(overrides: Sequence[str] = (), *, config_directory: str | None = None) -> Examined:
+def examine(
+    overrides: Sequence[str] = (), *, config_directory: str | None = None, ask_cluster: AskCluster | None = None
+) -> Examined:
     """As `load_config`, but returns the problems. Never raises for a user's mistake."""
     problems = list(locate.check_models_package())
     directory = Path(config_directory).expanduser().absolute() if config_directory is not None else None
@@ -64,7 +75,7 @@ def examine(overrides: Sequence[str] = (), *, config_directory: str | None = Non
         problems += files.check_config_directory(directory)
         directory = directory if directory.is_dir() else None
     request = read(overrides, directory)
-    composition = _compose(request, directory)
+    composition = _compose(request, directory, ask_cluster)
     problems += [*request.problems, *composition.problems]
     config, found = _validated(composition)
     known = tuple(problem.key for problem in problems if problem.key)
@@ -87,7 +98,7 @@ def _remainder(
         for assignment in request.assignments
         if not any(_is_at_or_below(fault, (assignment.key,)) for fault in at_fault)
     ]
-    composition = _compose(Request(request.choices, sound), directory)
+    composition = _compose(Request(request.choices, sound, model=request.model), directory)
     return _validated(composition)[0] if not composition.problems else None
 
 
@@ -111,7 +122,7 @@ class _Composition:
         return self.sources.file_that_sets(key)
 
 
-def _compose(request: Request, directory: Path | None) -> _Composition:
+def _compose(request: Request, directory: Path | None, ask_cluster: AskCluster | None = None) -> _Composition:
     """Let Hydra compose the groups, then set the keys."""
     made = _Composition()
     choices = {"experiment": DEFAULT_EXPERIMENT} | request.choices
@@ -132,7 +143,12 @@ def _compose(request: Request, directory: Path | None) -> _Composition:
     made.sources = files.Sources({group: taken[group] for group in order}, directory)
     made.assigned = {assignment.key for assignment in request.assignments}
     made.problems += files.contradictions(made.sources, request.choices, made.assigned)
+    if request.model is not None:
+        made.assigned.add("model")
+        composed["model"] = request.model
     composed = _with_run_section(composed, choices["experiment"])
+    if taken.get("cluster") == LIVE_CLUSTER:
+        made.problems += _take_live_cluster(composed, made.sources, request, ask_cluster)
     if "gpu" in request.choices and isinstance(OmegaConf.select(composed, "cluster.gpu"), str):
         # A cluster of the user's own names its GPU in its body; the name on the command line replaces that name.
         composed.cluster.gpu = request.choices["gpu"]
@@ -175,6 +191,33 @@ def _hydra_compose(
     values = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}, taken
+
+
+def _take_live_cluster(
+    composed: DictConfig, sources: files.Sources, request: Request, ask: AskCluster | None
+) -> list[Problem]:
+    """Put what the live cluster says under what files and the command line say of `cluster`."""
+    if ask is None:
+        return [
+            Problem(
+                "cluster",
+                f"`cluster={LIVE_CLUSTER}` stands for what a live Ray cluster has, and nobody asks one here.",
+                "Use it with the commands train, plan or search; or declare the cluster "
+                "(`python -m orchestrator inventory NAME --write` does).",
+            )
+        ]
+    device = next((str(item.value) for item in request.assignments if item.key == "cluster.device"), "cuda")
+    try:
+        live = ask(device, request.choices.get("gpu"))
+    except ConfigError as error:
+        return list(error.problems)
+    own = {key: OmegaConf.select(composed, key) for key in sources.set_by_experiment("cluster")}
+    composed.cluster = OmegaConf.create(dict(live))
+    for key, value in own.items():
+        OmegaConf.update(composed, key, value, merge=True, force_add=True)
+    if "gpu" not in composed.cluster:  # every group of nodes names its own
+        composed.cluster.gpu = "cpu"
+    return []
 
 
 def _quoted(text: str) -> str:

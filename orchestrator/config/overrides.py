@@ -17,6 +17,7 @@ from hydra.core.override_parser.types import Glob, Override, OverrideType
 from hydra.errors import HydraException
 
 from orchestrator.config import keys, locate
+from orchestrator.config.model_folder import FolderError, means_folder, model_of
 from orchestrator.config.suggest import did_you_mean, nearest, nearest_keys
 from orchestrator.errors import Problem
 
@@ -40,6 +41,8 @@ class Request:
     """Chosen option of each group, `experiment` included."""
     assignments: list[Assignment] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    model: dict[str, Any] | None = None
+    """All of `model.*`, from a folder that `model=` names; None: from an option."""
 
 
 @cache
@@ -161,19 +164,29 @@ def _place_choice(
             + (" An experiment of your own can combine several (see --config-dir)." if group == "experiment" else ""),
         )
     typed[group] = word
+    if group == "model" and option not in offered and means_folder(option):
+        return _place_model(option, request)
     if option not in offered:
         return _unknown_option(group, option, offered, config_directory)
     request.choices[group] = option
     return None
 
 
-def _unknown_option(group: str, option: str, offered: list[str], config_directory: Path | None) -> Problem:
-    if group == "cluster" and option == "ray":
+def _place_model(option: str, request: Request) -> Problem | None:
+    """Take the sizes of the model in a folder, in place of those of an option."""
+    try:
+        request.model = model_of(Path(option).expanduser()).model_dump()
+    except FolderError as error:
         return Problem(
-            group,
-            "`cluster=ray` asks a live Ray cluster what it has, and no command offers that yet.",
-            f"Declare the cluster: {_choose_from(group, offered)}",
+            "model",
+            f"`model={option}` names a folder, and no model can be read from it: {error}.",
+            "Give a Hugging Face folder with a config.json of a model that is implemented, a checkpoint, or an option "
+            "(`--help model` lists them).",
         )
+    return None
+
+
+def _unknown_option(group: str, option: str, offered: list[str], config_directory: Path | None) -> Problem:
     hint = did_you_mean(nearest(option, offered))
     extra = ""
     if config_directory is not None and (config_directory / group / f"{option}.yml").is_file():

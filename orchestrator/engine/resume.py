@@ -7,11 +7,16 @@ of other data. The record is rewound to the resumed step, so that each step stay
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from orchestrator.checkpoint.folder import Checkpoint, open_checkpoint
+from orchestrator.checkpoint.folder import Checkpoint
+from orchestrator.checkpoint.huggingface_folder import is_huggingface
 from orchestrator.checkpoint.manifest import problems_of_resuming
 from orchestrator.checkpoint.ranks import Ranks
+from orchestrator.checkpoint.read import open_together
+from orchestrator.checkpoint.storage import is_url
 from orchestrator.checkpoint.store import load, load_newest
+from orchestrator.engine.start_weights import load_huggingface
 from orchestrator.engine.state import OPTIONAL, after_loading, state_of
 from orchestrator.engine.step import Parts
 from orchestrator.errors import Problem, RunError
@@ -57,12 +62,15 @@ def resume(task: RankTask, link: RankLink, parts: Parts, data_fingerprint: str, 
     if found is not None and (problems := problems_of_resuming(found.manifest, data_fingerprint=data_fingerprint)):
         raise RunError(problems)
     start = task.plan.config.checkpoint.init_from
-    if found is None and start is not None:
+    if found is None and start is not None and not is_url(start) and is_huggingface(Path(start)):
+        load_huggingface(Path(start), parts, task.plan.config.model)
+    elif found is None and start is not None:
         # Its weights only: the optimizer, the step and the position in the data begin anew.
         load(
             _open(start, "checkpoint.init_from"),
             {"model": state_of(parts)["model"]},
             optional=("optimizer.", *OPTIONAL),
+            cast=True,
         )
     if found is not None or start is not None:
         after_loading(parts)
@@ -76,7 +84,7 @@ def resume(task: RankTask, link: RankLink, parts: Parts, data_fingerprint: str, 
 
 def _open(path: str, key: str) -> Checkpoint:
     try:
-        return Ranks.of().on_first(f"open {key}={path}", lambda: open_checkpoint(path))
+        return open_together(path, Ranks.of())
     except RuntimeError as error:
         raise RunError(Problem(key, str(error), "Give the path of a complete checkpoint.")) from error
 

@@ -249,10 +249,11 @@ def test_a_start_from_another_model_names_each_size(tmp_path: Path) -> None:
     assert "hidden_size=8" in problems[0].message
 
 
-def test_a_hugging_face_folder_is_refused_as_such(tmp_path: Path) -> None:
+def test_a_run_is_not_resumed_from_weights_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    (problem,) = check_start(run_config("runs", {"checkpoint.init_from": str(tmp_path)}))
-    assert "Hugging Face" in problem.message
+    (problem,) = check_start(run_config("runs", {"checkpoint.resume": str(tmp_path)}))
+    assert "weights alone" in problem.message
+    assert f"checkpoint.init_from={tmp_path}" in problem.fix
 
 
 # Left-overs and retention

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from orchestrator.checkpoint.huggingface_folder import open_huggingface, read_sizes
+from orchestrator.config.model_folder import model_of
 from orchestrator.plan.run_plan import RunPlan
 from tests.engine.cases import tiny_plan
 from tests.engine.gloo import on_ranks
@@ -42,7 +42,7 @@ def expected(folder: Path, tokens: Tensor) -> Tensor:
 
 
 def smollm2_plan(folder: Path, **changes: Any) -> RunPlan:
-    model = read_sizes(open_huggingface(folder).config)
+    model = model_of(folder)
     sizes = {f"model__{key}": value for key, value in model.model_dump().items()}
     return tiny_plan(**sizes, training__sequence_length=24, cluster__gpu={"name": "CPU", "memory_gib": 16}, **changes)
 

@@ -1,0 +1,253 @@
+"""A checkpoint of any plan as a Hugging Face folder: safetensors, `config.json`, `generation_config.json`, tokenizer.
+
+Streams tensor by tensor: no more than one tensor and a block are held. The folder gets its name in one rename when all
+of it is written and synced. Refuses an existing target, a model that no Hugging Face class computes, and values beyond
+the type asked for. Reading such folders: `huggingface_folder.py`; the tokenizer: `huggingface_tokenizer.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from models.huggingface import ForeignWeight
+from models.registry import family
+from orchestrator.checkpoint.folder import Checkpoint
+from orchestrator.checkpoint.huggingface_folder import INDEX_NAME, WEIGHTS_NAME
+from orchestrator.checkpoint.huggingface_tokenizer import TokenizerFiles
+from orchestrator.checkpoint.safetensors_file import BLOCK_BYTES, ITEM_BYTES, header_bytes
+from orchestrator.checkpoint.storage import LocalFolder
+from orchestrator.checkpoint.tensors import CheckpointTensors
+from orchestrator.config.model_folder import CONFIG_NAME
+from orchestrator.config.schema.model import ModelConfig
+from orchestrator.errors import ConfigError, Problem, RunError
+
+DEFAULT_SHARD_BYTES = 5 * 10**9
+"""Largest file of an export, as Hugging Face cuts them."""
+
+_WORDS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_CONFIG_WORDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an export wrote."""
+
+    path: Path
+    files: tuple[str, ...]
+    size_bytes: int
+    """Of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of the export."""
+
+    name: str
+    """In Hugging Face's words."""
+    weights: tuple[ForeignWeight, ...]
+    """Our parameters that it holds, in order."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def export(
+    checkpoint: Checkpoint,
+    target: Path,
+    *,
+    tokenizer: TokenizerFiles,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    told: Callable[[int, int], None] = lambda done, total: None,
+) -> Exported:
+    """Write a checkpoint as a Hugging Face folder.
+
+    Args:
+        checkpoint: complete and verified.
+        target: a folder that does not exist yet.
+        tokenizer: what goes beside the weights.
+        dtype: type of every tensor; None: as saved.
+        max_shard_bytes: most bytes of one safetensors file; a larger tensor has a file of its own.
+        told: called with (bytes written, bytes in all) after each tensor.
+
+    Raises:
+        ConfigError: refused before anything was written.
+        RunError: it failed on the way; nothing is left of it.
+    """
+    model = _model_of(checkpoint)
+    tensors = CheckpointTensors(checkpoint)
+    entries = _entries(model, tensors, dtype, checkpoint.path)
+    config, generation = _configs(model, entries, tokenizer)
+    total = sum(entry.size_bytes for entry in entries)
+    _check_room(target, total)
+    temporary = target.parent / f".tmp-{target.name}-{uuid.uuid4().hex[:8]}"
+    temporary.mkdir(parents=True)
+    try:
+        _write_json(temporary / CONFIG_NAME, config)
+        _write_json(temporary / "generation_config.json", generation)
+        tokenizer.write(temporary)
+        files = _write_weights(temporary, entries, tensors, max_shard_bytes, lambda done: told(done, total))
+        for path in temporary.iterdir():
+            _sync(path)
+        LocalFolder(temporary).sync()
+        if target.exists():
+            raise FileExistsError(f"{target} has appeared meanwhile")
+        temporary.rename(target)
+        LocalFolder(target.parent).sync()
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError | ValueError):
+            raise RunError(Problem("", f"The export to {target} failed: {error}.", "")) from error
+        raise
+    return Exported(target, files, total)
+
+
+def _model_of(checkpoint: Checkpoint) -> ModelConfig:
+    try:
+        return ModelConfig.model_validate(checkpoint.manifest.config["model"])
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            Problem("", f"The manifest of {checkpoint.path} does not say which model it is of ({error}).", "")
+        ) from None
+
+
+def _entries(
+    model: ModelConfig, tensors: CheckpointTensors, dtype: torch.dtype | None, place: str
+) -> tuple[Entry, ...]:
+    """Every tensor to write, in the order of the model; all that is missing in the checkpoint is named."""
+    weights = family(model.family).foreign_weights(model)
+    missing = [weight.name for weight in weights if f"model.{weight.name}" not in tensors.names()]
+    if missing:
+        shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+        raise ConfigError(Problem("", f"{place} lacks {len(missing)} parameters of its model: {shown}.", ""))
+    groups: dict[str, list[ForeignWeight]] = {}
+    for weight in weights:
+        groups.setdefault(weight.foreign, []).append(weight)
+    entries = []
+    for name, group in groups.items():
+        parts = tuple(sorted(group, key=lambda weight: weight.part))
+        stored = f"model.{parts[0].name}"
+        shape = parts[0].foreign_shape(tensors.shape(stored))
+        entries.append(Entry(name, parts, dtype or tensors.dtype(stored), shape))
+    return tuple(entries)
+
+
+def _configs(
+    model: ModelConfig, entries: tuple[Entry, ...], tokenizer: TokenizerFiles
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(`config.json`, `generation_config.json`). Raises ConfigError for what no Hugging Face class computes."""
+    config, refused = family(model.family).config_from_sizes(model)
+    if refused:
+        fix = "Keep the checkpoint: it loads here under any plan."
+        raise ConfigError(
+            [Problem(f"model.{key}", f"cannot be exported: it {reason}.", fix) for key, reason in refused]
+        )
+    word = _CONFIG_WORDS[_WORDS[entries[0].dtype]]
+    # Both spellings of the type: transformers 5 reads `dtype`, older releases `torch_dtype`. Ids are written out even
+    # where there are none: the classes' own defaults are those of other vocabularies.
+    config |= {"dtype": word, "torch_dtype": word, **tokenizer.special_ids, "use_cache": True}
+    generation = {key: value for key, value in tokenizer.special_ids.items() if value is not None}
+    return config, {"_from_model_config": True, **generation}
+
+
+def _check_room(target: Path, total: int) -> None:
+    if target.exists() or target.is_symlink():
+        fix = "Give a folder that does not exist yet; nothing is ever written over."
+        raise ConfigError(Problem("", f"{target} exists.", fix))
+    parent = next(folder for folder in target.absolute().parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError(Problem("", f"{target} cannot be made in {parent}.", "Give a folder that can be written to."))
+    free = shutil.disk_usage(parent).free
+    if free < total:
+        needed = f"The export takes {total / 1e9:.1f} GB, {parent} has {free / 1e9:.1f} GB left."
+        raise ConfigError(Problem("", needed, "Make room, choose another target, or export with --dtype bf16."))
+
+
+def _write_weights(
+    folder: Path,
+    entries: tuple[Entry, ...],
+    tensors: CheckpointTensors,
+    max_shard_bytes: int,
+    told: Callable[[int], None],
+) -> tuple[str, ...]:
+    shards = _shards(entries, max_shard_bytes)
+    places: dict[str, str] = {}
+    done = 0
+    for number, shard in enumerate(shards, start=1):
+        name = WEIGHTS_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        with (folder / name).open("wb") as stream:
+            stream.write(header_bytes({entry.name: (_WORDS[entry.dtype], entry.shape) for entry in shard}))
+            for entry in shard:
+                _write_tensor(stream, entry, tensors)
+                places[entry.name] = name
+                done += entry.size_bytes
+                told(done)
+    if len(shards) > 1:
+        _write_json(folder / INDEX_NAME, {"metadata": {"total_size": done}, "weight_map": places})
+    return tuple(dict.fromkeys(places.values()))
+
+
+def _shards(entries: tuple[Entry, ...], max_shard_bytes: int) -> list[list[Entry]]:
+    """Consecutive tensors, in as many files as needed for none to be larger than asked, headers apart."""
+    shards: list[list[Entry]] = []
+    filled = 0
+    for entry in entries:
+        if not shards or filled + entry.size_bytes > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(entry)
+        filled += entry.size_bytes
+    return shards
+
+
+def _write_tensor(stream: BinaryIO, entry: Entry, tensors: CheckpointTensors) -> None:
+    if not entry.weights[0].transposed:
+        for weight in entry.weights:
+            _write_rows(stream, entry, tensors.read(f"model.{weight.name}"))
+        return
+    # Each row of the foreign tensor has a piece of every part.
+    parts = [tensors.read(f"model.{weight.name}").t() for weight in entry.weights]
+    for rows in _row_blocks(entry.shape, entry.dtype):
+        _write_rows(stream, entry, torch.cat([part[rows] for part in parts], dim=1))
+
+
+def _write_rows(stream: BinaryIO, entry: Entry, values: Tensor) -> None:
+    for rows in _row_blocks(tuple(values.shape), values.dtype):
+        block = values[rows]
+        cast = block.to(entry.dtype).contiguous()
+        if entry.dtype == torch.float16 and not bool((cast.isfinite() | ~block.isfinite()).all()):
+            raise ValueError(f"{entry.name} has values beyond 65504, the largest of FP16 (export with --dtype bf16)")
+        stream.write(cast.view(-1).view(torch.uint8).numpy().data)
+
+
+def _row_blocks(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[slice]:
+    step = max(1, BLOCK_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
+    for first in range(0, shape[0], step):
+        yield slice(first, min(first + step, shape[0]))
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+assert set(_WORDS.values()) == set(ITEM_BYTES)

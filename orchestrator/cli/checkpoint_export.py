@@ -1,0 +1,140 @@
+"""`checkpoint export`: a checkpoint of any plan becomes a Hugging Face folder that transformers loads.
+
+One process reads it, whatever number of ranks wrote it. Everything against it is told at once and nothing is written
+then; the target appears in one rename, complete. torch is imported only for the work itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.cli.invocation import Invocation
+from orchestrator.errors import ConfigError, OrchestratorError, Problem
+
+if TYPE_CHECKING:
+    from orchestrator.checkpoint.folder import Checkpoint
+    from orchestrator.checkpoint.huggingface_tokenizer import TokenizerFiles
+
+SUMMARY = "a checkpoint of any plan as a Hugging Face folder"
+
+HELP = """\
+python -m orchestrator checkpoint export CHECKPOINT TARGET [--dtype TYPE] [--max-shard-size SIZE] [--tokenizer FOLDER]
+
+  Writes TARGET with safetensors, config.json, generation_config.json and the run's tokenizer, for
+  transformers.AutoModelForCausalLM.from_pretrained(TARGET). CHECKPOINT is a checkpoint, or a run or a folder of
+  checkpoints, whose newest complete one is taken. Every byte is verified first; no more than one tensor is held.
+  --dtype           fp32, bf16 or fp16; as saved when left out (FP32 for all precisions but bf16_pure)
+  --max-shard-size  largest file, for example 500MB; 5GB when left out
+  --tokenizer       another tokenizer than the run's: a folder, `bytes` or `none`
+
+  python -m orchestrator checkpoint export runs/quickstart-1a2b3c4d exported/
+"""
+
+FLAGS = ("--dtype", "--max-shard-size", "--tokenizer")
+
+_KEY = "checkpoint export"
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def run(invocation: Invocation, words: Sequence[str]) -> int:
+    """Export. Raises ConfigError with everything that stands against it, RunError when it fails on the way."""
+    problems: list[Problem] = []
+    if len(words) != 2:
+        wrong = f"It takes a checkpoint and a folder to make, and {len(words)} words were given."
+        raise ConfigError(Problem(_KEY, wrong, "Write `checkpoint export CHECKPOINT TARGET`."))
+    dtype = _dtype(invocation.options.get("--dtype"), problems)
+    shard_bytes = _size(invocation.options.get("--max-shard-size", "5GB"), problems)
+    checkpoint = tokenizer = None
+    try:
+        checkpoint = _checkpoint(words[0])
+        tokenizer = _tokenizer(checkpoint, invocation.options.get("--tokenizer"))
+    except OrchestratorError as error:
+        problems += error.problems
+    target = Path(words[1]).expanduser()
+    if target.exists() or target.is_symlink():
+        fix = "Give a folder that does not exist yet."
+        problems.append(Problem(_KEY, f"{target} exists, and nothing is written over.", fix))
+    if problems or checkpoint is None or tokenizer is None:
+        raise ConfigError(problems)
+    _export(checkpoint, target, tokenizer, dtype, shard_bytes)
+    return 0
+
+
+def _export(checkpoint: Checkpoint, target: Path, tokenizer: TokenizerFiles, dtype: str | None, size: int) -> None:
+    import torch
+
+    from orchestrator.checkpoint.huggingface_export import export
+
+    chosen: Any = None if dtype is None else getattr(torch, dtype)
+    done = export(checkpoint, target, tokenizer=tokenizer, dtype=chosen, max_shard_bytes=size)
+    files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} safetensors files and an index"
+    print(f"step {checkpoint.step} of {checkpoint.path}: {done.size_bytes / 1e6:,.0f} MB in {files}; {tokenizer.note}")
+    print(target, flush=True)
+
+
+def _dtype(asked: str | None, problems: list[Problem]) -> str | None:
+    if asked is not None and asked not in _DTYPES:
+        problems.append(
+            Problem("--dtype", f"`{asked}` is no type of an export.", f"Choose one of {', '.join(_DTYPES)}.")
+        )
+    return _DTYPES.get(asked or "")
+
+
+def _size(text: str, problems: list[Problem]) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B)?", text.strip().upper())
+    size = int(float(found.group(1)) * _UNITS[found.group(2) or "B"]) if found else 0
+    if size < 1:
+        problems.append(Problem("--max-shard-size", f"`{text}` is no size.", "Write for example 500MB or 5GB."))
+    return size
+
+
+def _checkpoint(location: str) -> Checkpoint:
+    """The checkpoint that was named, every byte compared with its manifest. Raises ConfigError."""
+    from orchestrator.checkpoint.folder import newest_complete, open_checkpoint
+    from orchestrator.checkpoint.storage import StorageError, is_url, open_folder
+
+    path = location if is_url(location) else str(Path(location).expanduser())
+    try:
+        if "manifest.json" in open_folder(path).files():
+            return open_checkpoint(path, read_bytes=True)
+        for place in _places(path):
+            found = newest_complete(place, read_bytes=True)
+            if found is not None:
+                return found
+    except StorageError as error:
+        raise ConfigError(Problem(_KEY, f"{error.message}.", error.fix)) from None
+    except ValueError as error:
+        raise ConfigError(
+            Problem(_KEY, f"{error}.", "Export another checkpoint, which `checkpoint ls` lists.")
+        ) from None
+    fix = "Give a checkpoint (RUN/checkpoints/step-00000200), a run's folder, or a folder of checkpoints."
+    raise ConfigError(Problem(_KEY, f"There is no complete checkpoint in {location}.", fix))
+
+
+def _places(path: str) -> list[str]:
+    """Where the checkpoints of what was named may lie, most likely first."""
+    run = Path(path)
+    places = [path, str(run / "checkpoints")]
+    try:
+        import yaml
+
+        elsewhere = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["checkpoint"]["directory"]
+    except (OSError, KeyError, TypeError, ValueError):
+        elsewhere = None
+    if elsewhere:
+        places.append(f"{str(elsewhere).rstrip('/')}/{run.absolute().name}")
+    return places
+
+
+def _tokenizer(checkpoint: Checkpoint, asked: str | None) -> TokenizerFiles:
+    from orchestrator.checkpoint.huggingface_tokenizer import NONE, tokenizer_files
+
+    if asked is not None:
+        return tokenizer_files(asked)
+    data = checkpoint.manifest.config.get("data", {})
+    name = NONE if data.get("source") == "synthetic" else data.get("tokenizer") or NONE
+    return tokenizer_files(name)
