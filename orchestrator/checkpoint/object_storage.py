@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -22,7 +24,8 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 60.0
-"""How long something that may pass by itself is tried again."""
+"""How long something that may pass by itself is tried again, unless `hurried`."""
+_patience: ContextVar[float] = ContextVar("patience", default=PATIENCE_SECONDS)
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 5.0
 _PART_BYTES = 32 << 20
@@ -56,6 +59,16 @@ def url_problem(url: str) -> tuple[str, str] | None:
     return None
 
 
+@contextmanager
+def hurried(seconds: float) -> Iterator[None]:
+    """Within the block nothing is tried again for longer than this: for a look before anything starts."""
+    token = _patience.set(seconds)
+    try:
+        yield
+    finally:
+        _patience.reset(token)
+
+
 @cache
 def _file_system(scheme: str, process: int) -> Any:
     """One connection pool a process: a forked one must not use its parent's."""
@@ -70,14 +83,13 @@ class ObjectFolder(Folder):
 
     renames = False
 
-    def __init__(self, scheme: str, key: str, patience_seconds: float | None = None) -> None:
+    def __init__(self, scheme: str, key: str) -> None:
         self._scheme = scheme
         self._key = key.strip("/")
-        self._patience_seconds = patience_seconds
 
     @staticmethod
-    def of(url: str, patience_seconds: float | None = None) -> ObjectFolder:
-        """The folder at a URL; `patience_seconds` other than `PATIENCE_SECONDS` for a quick look.
+    def of(url: str) -> ObjectFolder:
+        """The folder at a URL.
 
         Raises:
             StorageError: see `url_problem`.
@@ -85,7 +97,7 @@ class ObjectFolder(Folder):
         if (problem := url_problem(url)) is not None:
             raise StorageError(f"{url}: {problem[0]}", problem[1])
         scheme, _, key = url.partition(URL_MARK)
-        return ObjectFolder(scheme, key, patience_seconds)
+        return ObjectFolder(scheme, key)
 
     @property
     def name(self) -> str:
@@ -97,11 +109,11 @@ class ObjectFolder(Folder):
 
     def child(self, name: str) -> ObjectFolder:
         """See `Folder`."""
-        return ObjectFolder(self._scheme, f"{self._key}/{name}", self._patience_seconds)
+        return ObjectFolder(self._scheme, f"{self._key}/{name}")
 
     def parent(self) -> ObjectFolder:
         """See `Folder`."""
-        return ObjectFolder(self._scheme, self._key.rpartition("/")[0], self._patience_seconds)
+        return ObjectFolder(self._scheme, self._key.rpartition("/")[0])
 
     def make(self) -> None:
         """See `Folder`: here it is made by the first file in it."""
@@ -189,8 +201,7 @@ class ObjectFolder(Folder):
 
         Raises FileNotFoundError as such and everything else as StorageError.
         """
-        patience = PATIENCE_SECONDS if self._patience_seconds is None else self._patience_seconds
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + _patience.get()
         pause = _FIRST_PAUSE_SECONDS
         while True:
             try:
@@ -313,9 +324,14 @@ class ObjectSink(Sink):
         if self._pending:
             self._send()
         upload, done = self._upload, {"Parts": self._parts}
-        self._folder._ask(
-            "write", lambda store: store.call_s3("complete_multipart_upload", **upload, MultipartUpload=done)
-        )
+        try:
+            self._folder._ask(
+                "write", lambda store: store.call_s3("complete_multipart_upload", **upload, MultipartUpload=done)
+            )
+        except FileNotFoundError:
+            # The upload is gone: an earlier try may have completed it, and its answer got lost.
+            if not self._folder._ask("look at", lambda store: store.exists(self._key)):
+                raise
         self._upload = None
 
     def discard(self) -> None:

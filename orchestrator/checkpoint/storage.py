@@ -67,6 +67,9 @@ class Folder(ABC):
     def __str__(self) -> str:
         """Path or URL."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
     @abstractmethod
     def child(self, name: str) -> Folder:
         """The folder of that name in it, there or not."""
