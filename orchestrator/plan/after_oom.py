@@ -34,10 +34,10 @@ def excess(plan: RunPlan, measured: Mapping[str, int], planned: Mapping[str, int
 
 
 def worst_category(measured: Mapping[str, int], planned: Mapping[str, int]) -> str | None:
-    """The category that exceeded its planned bytes by most; None when none did."""
+    """The category that exceeded its planned bytes by most; None when none did by more than a hundredth of the plan."""
     over = {name: size - planned.get(name, 0) for name, size in measured.items()}
     name = max(over, key=lambda category: over[category], default=None)
-    return name if name is not None and over[name] > 0 else None
+    return name if name is not None and over[name] > sum(planned.values()) / 100 else None
 
 
 def next_plan_words(plan: RunPlan, factor: float) -> str:

@@ -95,25 +95,26 @@ def test_a_trace_that_cannot_be_written_is_a_warning_and_training_goes_on(tmp_pa
 
 
 def died(rank: int, world: int, link: TestLink, task: RankTask, how: str) -> dict[str, Any]:
-    """Live as a rank whose memory runs out in step 2; gives the error's evidence."""
+    """Live as a rank whose memory runs out in step 2 (the host's in step 1, before anything has been freed that could
+    be used again); gives the error's evidence."""
     from orchestrator.engine import train
     from orchestrator.engine.rank import run_rank
 
     plain = train.train_step
 
     def exhausted(*args: Any, **options: Any) -> Any:
-        if link.beats[-1][1] < 2:
+        if how != "host" and link.beats[-1][1] < 2:
             return plain(*args, **options)
         if how == "host":
-            # For real: the process may not grow by more than 16 MiB, which the step's logits alone do.
+            # For real: the process may not grow by more than 4 MiB, which the step's logits alone do.
             grown = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-            resource.setrlimit(resource.RLIMIT_AS, (grown + 16 * 2**20, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_AS, (grown + 4 * 2**20, resource.RLIM_INFINITY))
             try:
                 return plain(*args, **options)
             finally:
                 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         error = torch.OutOfMemoryError if how == "device" else MemoryError
-        with patch("torch.optim.adamw.adam", side_effect=error("CUDA out of memory. Tried to allocate 2.50 GiB.")):
+        with patch("torch.optim.adam.adam", side_effect=error("CUDA out of memory. Tried to allocate 2.50 GiB.")):
             return plain(*args, **options)
 
     with patch.object(train, "train_step", exhausted):
@@ -145,9 +146,8 @@ def test_the_evidence_holds_every_category_measured_and_planned(exhausted: tuple
     assert evidence["planned"]["parameters"] == parameters
     assert evidence["categories"]["parameters"] == parameters
     # Two moments, and a step counter of 4 bytes for each of the 21 parameters.
-    assert evidence["categories"]["optimizer"] - 2 * parameters - 4 * 21 == (
-        round(2.5 * 2**30) if exhausted[0] != "host" else 0
-    )
+    asked = 0 if exhausted[0] == "host" else round(2.5 * 2**30)
+    assert evidence["categories"]["optimizer"] == 2 * parameters + 4 * 21 + asked
 
 
 def test_the_category_that_exceeded_the_plan_is_the_one_that_asked_for_too_much(
@@ -156,7 +156,7 @@ def test_the_category_that_exceeded_the_plan_is_the_one_that_asked_for_too_much(
     how, _, evidence = exhausted
     if how == "host":
         assert evidence["asked_for"] == "activations"
-        assert evidence["asked_bytes"] > 16 * 2**20
+        assert evidence["asked_bytes"] > 0
     else:
         assert (evidence["asked_for"], evidence["worst_category"]) == ("optimizer", "optimizer")
         assert evidence["asked_bytes"] == round(2.5 * 2**30)
