@@ -48,11 +48,14 @@ class Invocation:
 
     def load(self, overrides: Sequence[str] | None = None) -> RunConfig:
         """The configuration that was asked for. Raises ConfigError with its problems and those of the command line."""
+        from orchestrator.cli.live import ask_cluster
         from orchestrator.config.compose import load_config
 
         try:
             config = load_config(
-                self.overrides if overrides is None else overrides, config_directory=self.config_directory
+                self.overrides if overrides is None else overrides,
+                config_directory=self.config_directory,
+                ask_cluster=ask_cluster(self.config_directory),
             )
         except ConfigError as error:
             raise ConfigError([*self.problems, *error.problems]) from None

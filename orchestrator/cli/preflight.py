@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.cli.invocation import Invocation
+from orchestrator.cli.live import ask_cluster
+from orchestrator.cli.show import print_warnings
 from orchestrator.config.paths import with_absolute_paths
 from orchestrator.errors import ConfigError, Problem
 from orchestrator.plan.engine_rules import engine_problems
@@ -32,7 +34,9 @@ def plan_of(invocation: Invocation, overrides: Sequence[str] | None = None) -> R
     from orchestrator.config.compose import examine
 
     words = invocation.overrides if overrides is None else overrides
-    examined = examine(words, config_directory=invocation.config_directory)
+    examined = examine(
+        words, config_directory=invocation.config_directory, ask_cluster=ask_cluster(invocation.config_directory)
+    )
     problems = [*invocation.problems, *examined.problems]
     if examined.config is not None and not problems:
         return make_plan(examined.config)
@@ -45,7 +49,9 @@ def plan_to_run(invocation: Invocation, overrides: Sequence[str] | None = None) 
     from orchestrator.config.compose import examine
 
     words = invocation.overrides if overrides is None else overrides
-    examined = examine(words, config_directory=invocation.config_directory)
+    examined = examine(
+        words, config_directory=invocation.config_directory, ask_cluster=ask_cluster(invocation.config_directory)
+    )
     problems = [*invocation.problems, *examined.problems]
     config = examined.config or examined.remainder()
     if config is None:
@@ -62,10 +68,12 @@ def problems_before_start(plan: RunPlan, plan_command: str) -> tuple[Problem, ..
 
     `plan_command` is what to type to see the plan without its hardware.
     """
+    from orchestrator.checkpoint.destination import check_destination
     from orchestrator.checkpoint.start import check_start
     from orchestrator.data.check import check_data
     from orchestrator.launch.hardware import check_hardware
     from orchestrator.tracking.destination import check_tracking
+    from orchestrator.tracking.identity import checkpoint_directory, default_name
     from orchestrator.tracking.run_directory import check_run_directory
 
     config = plan.config
@@ -73,11 +81,13 @@ def problems_before_start(plan: RunPlan, plan_command: str) -> tuple[Problem, ..
     if plan.feasible:
         # The room that knows the hardware knows the experiment, not what else was typed.
         short = f"python -m orchestrator plan +experiment={config.run.experiment}"
-        found += [replace(problem, fix=problem.fix.replace(short, plan_command)) for problem in check_hardware(plan)]
+        here = check_hardware(plan, lambda warning: print_warnings((warning,)))
+        found += [replace(problem, fix=problem.fix.replace(short, plan_command)) for problem in here]
         found += engine_problems(plan)
     found += check_data(config)
     found += check_run_directory(config)
     found += check_start(config)
+    found += check_destination(config, checkpoint_directory(config, config.run.name or default_name(config)))
     found += check_tracking(config, os.environ, Path.cwd())
     return tuple(_new(found, ()))
 

@@ -28,12 +28,18 @@ from orchestrator.errors import ConfigError, Problem
 DEFAULT_EXPERIMENT = "quickstart"
 """What is composed when no experiment is named."""
 
+LIVE_CLUSTER = "ray"
+"""The option of the group `cluster` whose values a live cluster gives."""
+_NOBODY_ASKS = Problem(
+    "cluster",
+    f"`cluster={LIVE_CLUSTER}` stands for what a live Ray cluster has, and nobody asks one here.",
+    "Declare the cluster (the command `inventory NAME --write` does), or use it with the commands train, plan, search.",
+)
+
 _RESOLUTION_ERRORS = (OmegaConfBaseException, RecursionError, ValueError, TypeError)
 """What an interpolation can make OmegaConf and the resolvers raise."""
 
 
-LIVE_CLUSTER = "ray"
-"""The option of the group `cluster` whose values a live cluster gives."""
 AskCluster = Callable[[str, str | None], Mapping[str, Any]]
 """(`cluster.device` and `gpu` as chosen on the command line) -> the `cluster` section of the live cluster; raises
 `ConfigError`. Commands bring it along, because this room knows no Ray."""
@@ -82,11 +88,15 @@ def examine(
     problems += [problem for problem in found if not _is_at_or_below(problem.key, known)]
     if not problems:
         return Examined(config)
-    return Examined(None, tuple(problems), lambda: _remainder(config, request, problems, directory))
+    return Examined(None, tuple(problems), lambda: _remainder(config, request, problems, directory, ask_cluster))
 
 
 def _remainder(
-    config: RunConfig | None, request: Request, problems: Sequence[Problem], directory: Path | None
+    config: RunConfig | None,
+    request: Request,
+    problems: Sequence[Problem],
+    directory: Path | None,
+    ask_cluster: AskCluster | None,
 ) -> RunConfig | None:
     if any(problem.key in locate.GROUPS for problem in problems):
         return None  # with another group than was meant, what follows would mislead
@@ -197,26 +207,19 @@ def _take_live_cluster(
     composed: DictConfig, sources: files.Sources, request: Request, ask: AskCluster | None
 ) -> list[Problem]:
     """Put what the live cluster says under what files and the command line say of `cluster`."""
-    if ask is None:
-        return [
-            Problem(
-                "cluster",
-                f"`cluster={LIVE_CLUSTER}` stands for what a live Ray cluster has, and nobody asks one here.",
-                "Use it with the commands train, plan or search; or declare the cluster "
-                "(`python -m orchestrator inventory NAME --write` does).",
-            )
-        ]
     device = next((str(item.value) for item in request.assignments if item.key == "cluster.device"), "cuda")
     try:
+        if ask is None:
+            raise ConfigError(_NOBODY_ASKS)
         live = ask(device, request.choices.get("gpu"))
     except ConfigError as error:
+        # Something in its place, so that what else is wrong is found; it is never planned for.
+        composed.cluster = OmegaConf.create({"device": "cpu", "gpu": {"name": "CPU", "memory_gib": 1}})
         return list(error.problems)
     own = {key: OmegaConf.select(composed, key) for key in sources.set_by_experiment("cluster")}
     composed.cluster = OmegaConf.create(dict(live))
     for key, value in own.items():
         OmegaConf.update(composed, key, value, merge=True, force_add=True)
-    if "gpu" not in composed.cluster:  # every group of nodes names its own
-        composed.cluster.gpu = "cpu"
     return []
 
 

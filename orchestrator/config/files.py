@@ -83,6 +83,16 @@ class Sources:
                 found = file
         return found
 
+    def set_by_experiment(self, section: str) -> list[str]:
+        """Dotted keys below `section` that the experiment's own body sets."""
+        return [
+            key
+            for file, values in self.values.items()
+            if self.group_of[file] == "experiment"
+            for key in values
+            if key.startswith(f"{section}.")
+        ]
+
 
 def contradictions(sources: Sources, chosen: Mapping[str, str], assigned: set[str]) -> list[Problem]:
     """Groups chosen on the command line whose values another file replaces, and keys on the command line do not settle.

@@ -7,13 +7,15 @@ is no problem here: placement waits for it (`waiting.py`).
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from orchestrator.errors import PlacementError, Problem, RunError
 from orchestrator.launch.inventory import read_nodes
+from orchestrator.launch.node_check import check_nodes
 from orchestrator.launch.session import cluster_address, ray_session
-from orchestrator.placement.shares import choose_shares
-from orchestrator.placement.topology import need_of
+from orchestrator.placement.shares import choose_shares, usable_nodes
+from orchestrator.placement.topology import Node, need_of
 from orchestrator.plan.run_plan import RunPlan
 
 
@@ -26,12 +28,13 @@ class Gpu:
     uuid: str = ""
 
 
-def check_hardware(plan: RunPlan) -> tuple[Problem, ...]:
-    """What the plan needs and is not there; empty when all is. Starts nothing."""
+def check_hardware(plan: RunPlan, warn: Callable[[str], None] = lambda _: None) -> tuple[Problem, ...]:
+    """What the plan needs and is not there; empty when all is. Starts nothing. `warn` hears of what does not prevent
+    it."""
     if plan.parallel is None:
         return ()
     if cluster_address() is not None:
-        return _check_cluster(plan)
+        return _check_cluster(plan, warn)
     if plan.config.cluster.device == "cpu":
         return _check_processes(plan)
     return check_gpus(plan, local_gpus())
@@ -112,13 +115,23 @@ def _check_processes(plan: RunPlan) -> tuple[Problem, ...]:
     return (Problem("cluster.nodes", message, fix),)
 
 
-def _check_cluster(plan: RunPlan) -> tuple[Problem, ...]:
+def _check_cluster(plan: RunPlan, warn: Callable[[str], None]) -> tuple[Problem, ...]:
     try:
         with ray_session(plan) as ray:
             cluster = plan.config.cluster
             nodes = read_nodes(ray, cluster.device, cluster.domain_label)
+            refusal = _cannot_hold(plan, nodes)
+            if refusal is not None:
+                return (refusal,)
+            problems, warnings = check_nodes(ray, plan, usable_nodes(nodes, need_of(plan)))
     except RunError as error:
         return error.problems
+    for warning in warnings:
+        warn(warning)
+    return tuple(problems)
+
+
+def _cannot_hold(plan: RunPlan, nodes: Sequence[Node]) -> Problem | None:
     # Judged as if all were free: what others hold now may be free in a minute.
     idle = [replace(node, slots_free=node.slots_total) for node in nodes]
     try:
@@ -126,8 +139,8 @@ def _check_cluster(plan: RunPlan) -> tuple[Problem, ...]:
     except PlacementError as error:
         refusal = error.problems[0]
         where = f"the Ray cluster at RAY_ADDRESS={cluster_address()}"
-        return (Problem("cluster", f"{where}: {_needed(plan)}; {refusal.message}", f"{refusal.fix} {_remedy(plan)}"),)
-    return ()
+        return Problem("cluster", f"{where}: {_needed(plan)}; {refusal.message}", f"{refusal.fix} {_remedy(plan)}")
+    return None
 
 
 def _nodes_needed(plan: RunPlan) -> int:

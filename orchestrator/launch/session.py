@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from orchestrator.errors import Problem, RunError
+from orchestrator.launch.knock import knock
 from orchestrator.plan.run_plan import RunPlan
 
 _ENVIRONMENT = {
@@ -42,10 +44,6 @@ _LOCAL_ENVIRONMENT = {
 }
 
 
-_KNOCK_SECONDS = 10.0
-"""How long a cluster's address may take to accept a connection."""
-
-
 def cluster_address() -> str | None:
     """Address of the cluster to join; None: start one of our own."""
     return os.environ.get("RAY_ADDRESS") or None
@@ -71,21 +69,27 @@ def prepare_environment() -> None:
 
 
 @contextlib.contextmanager
-def ray_session(plan: RunPlan) -> Iterator[Any]:
-    """Ray, connected; yields the module. Raises `RunError` when the cluster does not answer."""
+def ray_session(plan: RunPlan | None) -> Iterator[Any]:
+    """Ray, connected; yields the module. Raises `RunError` when the cluster does not answer.
+
+    Without `plan` a cluster must be named: there is nothing to start one for.
+    """
     prepare_environment()
     warnings.filterwarnings("ignore", module=r"ray(\.|$)")
+    address = cluster_address()
+    if address is not None:
+        knock(address)
     import ray
 
-    address = cluster_address()
     with contextlib.ExitStack() as stack:
         try:
             if address is None:
+                assert plan is not None, "a cluster of our own is started for a plan"
                 from orchestrator.launch.own_cluster import own_cluster
 
                 address = stack.enter_context(own_cluster(_cpu_slots(plan)))
             else:
-                _knock(address)
+                _check_this_machine(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise RunError(_unreachable(error)) from error
@@ -95,35 +99,42 @@ def ray_session(plan: RunPlan) -> Iterator[Any]:
         yield ray
 
 
-def _knock(address: str) -> None:
-    """Raise OSError or ValueError at once where nothing listens: Ray itself would try for minutes, noisily."""
-    host, colon, port = address.rpartition(":")
-    if colon and "/" not in host and port.isdecimal():  # `ray://` and `auto` are Ray's to judge
-        if int(port) > 65535:
-            raise ValueError(f"{port} is no port")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
-        except OSError:
-            if host not in ("127.0.0.1", "localhost", "[::1]"):
-                raise
-            # Ray takes a loopback address for the machine's own, where alone it may listen.
-            socket.create_connection((_node_address(), int(port)), timeout=_KNOCK_SECONDS).close()
-
-
 def _cpu_slots(plan: RunPlan) -> int:
     cores = len(os.sched_getaffinity(0))
     # The declared processes of this machine are its slots, also where it has fewer cores.
     return max(cores, plan.config.cluster.gpus_per_node) if plan.config.cluster.device == "cpu" else cores
 
 
+def _check_this_machine(address: str) -> None:
+    """Raise `RunError` on a machine without a Ray node: Ray would wait a minute for one to appear."""
+    from ray._private.services import find_node_ids
+
+    if address != "local" and not find_node_ids():  # type: ignore[no-untyped-call]
+        raise RunError(
+            Problem(
+                "",
+                f"{socket.gethostname()} is no node of the Ray cluster at RAY_ADDRESS={address}, and a training is "
+                "driven from one of its nodes.",
+                "Run it on a node, or send it there as a job: python -m orchestrator submit",
+            )
+        )
+
+
 def _unreachable(error: Exception) -> Problem:
     address = cluster_address()
-    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     if address is None:
-        message = f"Ray could not be started on {socket.gethostname()}: {first_line}"
+        message = f"Ray could not be started on {socket.gethostname()}: {_first_line(error)}"
         return Problem("", message, "Check free disk and memory, and that /tmp is writable.")
-    fix = (
-        "Check RAY_ADDRESS, that the cluster runs the same Ray and Python versions, and, if it asks for a token, "
-        "RAY_AUTH_MODE=token with RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH."
-    )
-    return Problem("", f"the Ray cluster at RAY_ADDRESS={address} cannot be joined: {first_line}", fix)
+    where = f"the Ray cluster at RAY_ADDRESS={address} cannot be joined"
+    versions = re.findall(r"(Ray|Python): ([\w.+]+)", str(error))
+    if "Version mismatch" in str(error) and len(versions) == 4:
+        theirs, ours = (
+            " and ".join(f"{name} {version}" for name, version in pair) for pair in (versions[:2], versions[2:])
+        )
+        fix = "Use one environment on all machines: the same image, or `pip install -c infra/constraints.txt` on each."
+        return Problem("", f"{where}: it runs {theirs}, this command {ours}.", fix)
+    return Problem("", f"{where}: {_first_line(error)}", "Look at `ray status` on its head and at Ray's logs there.")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

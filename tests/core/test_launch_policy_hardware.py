@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
-from orchestrator.launch import session
 from orchestrator.launch.hardware import Gpu, check_gpus, check_hardware, visible_gpus
 from tests.launch.plans import cpu_plan, cuda_plan
 
@@ -62,17 +59,3 @@ def test_cpu_processes_on_several_nodes_need_a_cluster():
     assert problem.key == "cluster.nodes"
     assert "4 CPU processes on 2 nodes of 2 are needed" in problem.message
     assert "RAY_ADDRESS" in problem.fix
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
-def test_an_address_where_nothing_listens_is_told_at_once(host, monkeypatch):
-    monkeypatch.setattr(session, "_node_address", lambda: "127.0.0.1")
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
-        with pytest.raises(OSError):
-            session._knock(f"{host}:{unused.getsockname()[1]}")
-
-
-@pytest.mark.parametrize("address", ["auto", "ray://127.0.0.1:1", "::::"])
-def test_other_kinds_of_addresses_are_ray_s_to_judge(address):
-    session._knock(address)
