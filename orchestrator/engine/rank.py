@@ -20,10 +20,15 @@ from orchestrator.checkpoint.store import CheckpointWriter
 from orchestrator.data.dataset import open_tokens
 from orchestrator.data.order import SampleOrder
 from orchestrator.engine.agreement import require_same_data
+from orchestrator.engine.anomaly import watch_losses
 from orchestrator.engine.build import build
 from orchestrator.engine.compute import describe_device, peak_memory_bytes, prepare_process
 from orchestrator.engine.feed import Feed
 from orchestrator.engine.mesh import build_mesh
+from orchestrator.engine.out_of_memory import Witness, evidence_of_exhaustion, record_allocations
+from orchestrator.engine.pace import OwnWork
+from orchestrator.engine.profile import StepProfiler
+from orchestrator.engine.reach import check_groups
 from orchestrator.engine.rendezvous import leave, meet
 from orchestrator.engine.resume import resume
 from orchestrator.engine.train import Progress, Run, note_checkpoints, train
@@ -56,10 +61,12 @@ def run_rank(task: RankTask, link: RankLink) -> None:
     timings = Timings({"until_rank": max(0.0, time.time() - task.command_started)})
     link.beat("starting", 0)
     os.environ.update(task.environment)
-    run, progress = _set_up(task, link, timings)
-    started = time.time()
-    status = train(run, progress)
+    with evidence_of_exhaustion(task) as witness:
+        run, progress = _set_up(task, link, timings, witness)
+        started = time.time()
+        status = train(run, progress)
     link.beat("finishing", progress.step)
+    run.profiler.close(progress.step)
     run.writer.close()
     note_checkpoints(run, progress)
     if progress.first_step_ended is not None:
@@ -69,20 +76,22 @@ def run_rank(task: RankTask, link: RankLink) -> None:
     link.report({"kind": "done", "rank": task.rank, "status": status, "step": progress.step, "result": result})
 
 
-def _set_up(task: RankTask, link: RankLink, timings: Timings) -> tuple[Run, Progress]:
+def _set_up(task: RankTask, link: RankLink, timings: Timings, witness: Witness) -> tuple[Run, Progress]:
     """Everything before the first step, in order (collective)."""
     plan, config = task.plan, task.plan.config
     assert plan.parallel is not None, "a plan without degrees is not feasible and never reaches a rank"
     device = prepare_process(task)
+    record_allocations(device)
     link.beat("rendezvous", 0)
     with timings.of("process_group"):
         meet(task, link, device)
         mesh = build_mesh(plan.parallel, device.type)
+        check_groups(mesh, device, config.fault_tolerance.network_timeout_seconds)
     identity = {"host": socket.gethostname(), "pid": os.getpid(), "device": describe_device(device)}
     link.report({"kind": "ready", "rank": task.rank, **identity})
     link.beat("building", 0)
     with timings.of("build"):
-        parts = build(plan, mesh, device)
+        parts = witness.parts = build(plan, mesh, device)
     with timings.of("data"):
         dataset = open_tokens(config, "train")
         held_out = open_tokens(config, "validation")
@@ -108,7 +117,19 @@ def _set_up(task: RankTask, link: RankLink, timings: Timings) -> tuple[Run, Prog
     steps = steps_of(config.training)
     assert steps is not None, "a plan without a length is not feasible and never reaches a rank"
     validation = held_out if len(held_out) else None
-    run = Run(task=task, link=link, parts=parts, feed=feed, validation=validation, writer=writer, log=log, steps=steps)
+    run = Run(
+        task=task,
+        link=link,
+        parts=parts,
+        feed=feed,
+        validation=validation,
+        writer=writer,
+        log=log,
+        profiler=StepProfiler(task, link, device),
+        losses=watch_losses(config.fault_tolerance, task.left_out, log),
+        own=OwnWork(device, plan.parallel),
+        steps=steps,
+    )
     return run, Progress.after(resumed)
 
 

@@ -15,22 +15,20 @@ from orchestrator.checkpoint.manifest import describe
 from orchestrator.checkpoint.store import CheckpointWriter
 from orchestrator.data.dataset import TokenDataset
 from orchestrator.engine.agreement import Agreement, agree
+from orchestrator.engine.anomaly import LossWatch
 from orchestrator.engine.compute import peak_memory_bytes, seed_step
 from orchestrator.engine.evaluate import Evaluation, evaluate
 from orchestrator.engine.feed import Feed
 from orchestrator.engine.optimizer import set_learning_rate
+from orchestrator.engine.pace import OwnWork
+from orchestrator.engine.profile import StepProfiler
 from orchestrator.engine.resume import Resumed
 from orchestrator.engine.schedule import learning_rate
 from orchestrator.engine.state import state_of
 from orchestrator.engine.step import Parts, StepResult, train_step
-from orchestrator.errors import Problem, RunError
 from orchestrator.plan.rank_task import RankLink, RankTask
 from orchestrator.tracking.metrics_log import MetricsLog
 from orchestrator.tracking.rates import model_flops_utilization
-
-
-class NotFiniteError(RunError, FloatingPointError):
-    """Loss or gradient is not a number or infinite, and `fault_tolerance.on_nan` says to stop."""
 
 
 @dataclass
@@ -91,6 +89,11 @@ class Run:
     writer: CheckpointWriter
     log: MetricsLog | None
     """Only rank 0 has one."""
+    profiler: StepProfiler
+    losses: LossWatch
+    """Judges steps that are not applied."""
+    own: OwnWork
+    """How long this rank's own work takes."""
     steps: int
     """Optimizer steps of the whole run."""
 
@@ -102,14 +105,18 @@ class Run:
 def train(run: Run, progress: Progress) -> Literal["finished", "stopped"]:
     """Train from `progress.step` to the last step, or to the first step boundary at which any rank was asked to stop.
 
-    Raises NotFiniteError on every rank alike when a step is not finite and the configuration says to stop.
+    Raises `anomaly.NotFiniteError` on every rank alike when a step is not finite and `fault_tolerance.on_nan` does not
+    say to go on.
     """
     config, parts, link = run.task.plan.config, run.parts, run.link
     while progress.step < run.steps:
         step = progress.step + 1
         started = time.perf_counter()
+        link.beat("reading", step)
+        run.profiler.begin(step)
+        with run.own.counted():
+            fed = run.feed.step(step)
         link.beat("stepping", step)
-        fed = run.feed.step(step)
         agreed = agree(parts.mesh, fed.ids, fed.tokens, stop=link.stop_requested(), save=_save_is_due(run, progress))
         if agreed.stop:
             _save(run, progress)
@@ -117,11 +124,11 @@ def train(run: Run, progress: Progress) -> Literal["finished", "stopped"]:
         seed_step(config, parts.mesh, step)
         rate = learning_rate(config.optimizer, step, run.steps)
         set_learning_rate(parts.optimizer, rate)
-        result = train_step(parts, fed.batches, agreed.tokens)
+        result = train_step(parts, fed.batches, agreed.tokens, loss_limit=run.losses.limit(step), own=run.own)
         seconds = time.perf_counter() - started
-        _advance(progress, step, agreed.tokens, result, seconds)
-        if not result.applied and not result.overflowed and config.fault_tolerance.on_nan == "stop":
-            raise NotFiniteError(_not_finite(progress, result))
+        _advance(progress, step, agreed.tokens, result, seconds, timed=not run.profiler.covers(step))
+        link.pace(run.own.take())
+        run.losses.judge(step, result, progress.saved_step)
         every = config.training.validate_every_steps
         evaluation = _validate(run, progress) if (every and step % every == 0) or step == run.steps else None
         _record(run, agreed, result, rate, seconds, step, evaluation)
@@ -129,16 +136,17 @@ def train(run: Run, progress: Progress) -> Literal["finished", "stopped"]:
         if agreed.save or (every and step % every == 0) or step == run.steps:
             _save(run, progress)
         note_checkpoints(run, progress)
+        run.profiler.end(step)
     return "finished"
 
 
-def _advance(progress: Progress, step: int, tokens: int, result: StepResult, seconds: float) -> None:
+def _advance(progress: Progress, step: int, tokens: int, result: StepResult, seconds: float, *, timed: bool) -> None:
     progress.step = step
     progress.tokens += tokens
     progress.loss = result.loss
     if progress.first_step_ended is None:
         progress.first_step_ended = time.time()
-    else:
+    elif timed:
         progress.timed_tokens += tokens
         progress.timed_seconds += seconds
 
@@ -185,6 +193,8 @@ def _record(
     }
     if not result.applied:
         record["skipped"] = True
+    if run.profiler.covers(step):
+        record["profiled"] = True
     if run.parts.loss_scale is not None:
         record["loss_scale"] = run.parts.loss_scale.value
     if evaluation is not None:
@@ -225,14 +235,3 @@ def note_checkpoints(run: Run, progress: Progress) -> None:
         if run.task.rank == 0:
             path = None if outcome.path is None else str(outcome.path)
             run.link.report({"kind": "checkpoint", "step": outcome.step, "path": path, "error": outcome.error})
-
-
-def _not_finite(progress: Progress, result: StepResult) -> Problem:
-    saved = f"the checkpoint of step {progress.saved_step}" if progress.saved_step else "no checkpoint"
-    return Problem(
-        "fault_tolerance.on_nan",
-        f"Step {progress.step} gave loss {result.loss} and gradient norm {result.gradient_norm}: the update was not "
-        f"applied, and fault_tolerance.on_nan=stop ends the run ({saved} remains).",
-        "Lower optimizer.lr or lengthen optimizer.schedule.warmup_steps, set training.gradient_clip, or use "
-        "fault_tolerance.on_nan=skip to leave such steps out.",
-    )

@@ -123,8 +123,10 @@ def decide(state: PolicyState, event: Failure) -> Decision:
         return Stop("it failed while it was being stopped")
     if kind in _FINAL:
         return Stop(_FINAL[kind])
-    if kind == "nan" and (state.on_nan != "rewind" or event.step is None):
-        return Stop(f"fault_tolerance.on_nan is `{state.on_nan}`")
+    if kind == "nan" and state.on_nan == "skip":
+        return Stop("too many steps in a row were left out")
+    if kind == "nan" and (state.on_nan == "stop" or event.step is None):
+        return Stop("fault_tolerance.on_nan is `stop`")
     if _crash_loop(state, event):
         where = "before the first step" if event.step is None else f"at step {event.step}"
         return Stop(f"it failed twice in a row {where}, without progress between")

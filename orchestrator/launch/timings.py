@@ -13,7 +13,7 @@ _PHASE_PART = {
     "rendezvous": "engine imports",
     "building": "process group",
     "loading": "model",
-    "stepping": "data and checkpoint",
+    "reading": "data and checkpoint",
 }
 """Phase that rank 0 enters -> name of the part that ends there."""
 

@@ -232,7 +232,7 @@ def test_the_result_says_what_the_summary_needs(unbroken: tuple[Path, list[TestL
 def test_a_rank_says_what_it_does_in_order(unbroken: tuple[Path, list[TestLink]]) -> None:
     for link in unbroken[1]:
         phases = [phase for phase, _ in link.beats]
-        assert phases[:5] == ["starting", "rendezvous", "building", "loading", "stepping"]
+        assert phases[:6] == ["starting", "rendezvous", "building", "loading", "reading", "stepping"]
         assert phases[-1] == "finishing"
         assert {step for phase, step in link.beats if phase == "stepping"} == set(range(1, 7))
 
