@@ -21,16 +21,18 @@ if TYPE_CHECKING:
 SUMMARY = "a checkpoint of any plan as a Hugging Face folder"
 
 HELP = """\
-python -m orchestrator checkpoint export CHECKPOINT TARGET [--dtype TYPE] [--max-shard-size SIZE] [--tokenizer FOLDER]
+python -m orchestrator checkpoint export CHECKPOINT TARGET
+    [--dtype TYPE] [--max-shard-size SIZE] [--tokenizer FOLDER] [run.directory=FOLDER]
 
   Writes TARGET with safetensors, config.json, generation_config.json and the run's tokenizer, for
   transformers.AutoModelForCausalLM.from_pretrained(TARGET). CHECKPOINT is a checkpoint, or a run or a folder of
-  checkpoints, whose newest complete one is taken. Every byte is verified first; no more than one tensor is held.
+  checkpoints, of which the newest complete one is taken, or an s3:// URL of these.
+  Every byte is verified first; no more than one tensor is held.
   --dtype           fp32, bf16 or fp16; as saved when left out (FP32 for all precisions but bf16_pure)
   --max-shard-size  largest file, for example 500MB; 5GB when left out
   --tokenizer       another tokenizer than the run's: a folder, `bytes` or `none`
 
-  python -m orchestrator checkpoint export runs/quickstart-1a2b3c4d exported/
+  python -m orchestrator checkpoint export quickstart-1a2b3c4d exported/
 """
 
 FLAGS = ("--dtype", "--max-shard-size", "--tokenizer")
@@ -43,18 +45,20 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 def run(invocation: Invocation, words: Sequence[str]) -> int:
     """Export. Raises ConfigError with everything that stands against it, RunError when it fails on the way."""
     problems: list[Problem] = []
-    if len(words) != 2:
-        wrong = f"It takes a checkpoint and a folder to make, and {len(words)} words were given."
+    settings = [word for word in words if word.startswith("run.directory=")]
+    names = [word for word in words if word not in settings]
+    if len(names) != 2:
+        wrong = f"It takes a checkpoint and a folder to make, and {len(names)} words were given."
         raise ConfigError(Problem(_KEY, wrong, "Write `checkpoint export CHECKPOINT TARGET`."))
     dtype = _dtype(invocation.options.get("--dtype"), problems)
     shard_bytes = _size(invocation.options.get("--max-shard-size", "5GB"), problems)
     checkpoint = tokenizer = None
     try:
-        checkpoint = _checkpoint(words[0])
+        checkpoint = _checkpoint([names[0], *settings])
         tokenizer = _tokenizer(checkpoint, invocation.options.get("--tokenizer"))
     except OrchestratorError as error:
         problems += error.problems
-    target = Path(words[1]).expanduser()
+    target = Path(names[1]).expanduser()
     if target.exists() or target.is_symlink():
         fix = "Give a folder that does not exist yet."
         problems.append(Problem(_KEY, f"{target} exists, and nothing is written over.", fix))
@@ -92,42 +96,26 @@ def _size(text: str, problems: list[Problem]) -> int:
     return size
 
 
-def _checkpoint(location: str) -> Checkpoint:
+def _checkpoint(words: Sequence[str]) -> Checkpoint:
     """The checkpoint that was named, every byte compared with its manifest. Raises ConfigError."""
     from orchestrator.checkpoint.folder import newest_complete, open_checkpoint
-    from orchestrator.checkpoint.storage import StorageError, is_url, open_folder
+    from orchestrator.checkpoint.storage import StorageError
+    from orchestrator.cli.checkpoint_words import places
 
-    path = location if is_url(location) else str(Path(location).expanduser())
+    ((word, place),) = places(words, "export")
     try:
-        if "manifest.json" in open_folder(path).files():
-            return open_checkpoint(path, read_bytes=True)
-        for place in _places(path):
-            found = newest_complete(place, read_bytes=True)
-            if found is not None:
-                return found
+        if place.is_checkpoint:
+            return open_checkpoint(place.folder, read_bytes=True)
+        found = newest_complete(place.folder, read_bytes=True)
     except StorageError as error:
         raise ConfigError(Problem(_KEY, f"{error.message}.", error.fix)) from None
     except ValueError as error:
-        raise ConfigError(
-            Problem(_KEY, f"{error}.", "Export another checkpoint, which `checkpoint ls` lists.")
-        ) from None
-    fix = "Give a checkpoint (RUN/checkpoints/step-00000200), a run's folder, or a folder of checkpoints."
-    raise ConfigError(Problem(_KEY, f"There is no complete checkpoint in {location}.", fix))
-
-
-def _places(path: str) -> list[str]:
-    """Where the checkpoints of what was named may lie, most likely first."""
-    run = Path(path)
-    places = [path, str(run / "checkpoints")]
-    try:
-        import yaml
-
-        elsewhere = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["checkpoint"]["directory"]
-    except (OSError, KeyError, TypeError, ValueError):
-        elsewhere = None
-    if elsewhere:
-        places.append(f"{str(elsewhere).rstrip('/')}/{run.absolute().name}")
-    return places
+        fix = "Export another one; `checkpoint ls` lists them."
+        raise ConfigError(Problem(_KEY, f"{error}.", fix)) from None
+    if found is None:
+        fix = "`checkpoint ls` says what is there."
+        raise ConfigError(Problem(_KEY, f"There is no complete checkpoint in {word} ({place.folder}).", fix))
+    return found
 
 
 def _tokenizer(checkpoint: Checkpoint, asked: str | None) -> TokenizerFiles:

@@ -34,8 +34,11 @@ def _tensor_divides(facts: Facts, count: int, key: str, what: str, why: str = ""
 
 def tensor_divides_heads(facts: Facts) -> Iterator[Problem]:
     """Query heads are dealt out whole."""
-    heads = facts.config.model.num_attention_heads
-    yield from _tensor_divides(facts, heads, "model.num_attention_heads", "each rank computes whole heads")
+    model = facts.config.model
+    heads, groups = model.num_attention_heads, model.num_key_value_heads
+    also = groups is not None and groups % facts.config.parallel.tensor != 0
+    why = f" Nor does it divide model.num_key_value_heads={groups}." if also else ""
+    yield from _tensor_divides(facts, heads, "model.num_attention_heads", "each rank computes whole heads", why)
 
 
 def tensor_divides_key_value_heads(facts: Facts) -> Iterator[Problem]:
