@@ -16,7 +16,8 @@ import yaml
 
 from orchestrator.checkpoint.folder import committed_folders, faults_of_folder, leftovers
 from orchestrator.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest, step_of
-from orchestrator.checkpoint.storage import URL_MARK, Folder, LocalFolder, is_url, open_folder
+from orchestrator.checkpoint.storage import Folder, LocalFolder, open_folder
+from orchestrator.config.urls import is_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def _directory_of_run(run: Path) -> str | None:
         return None
     if not isinstance(asked, str):
         return None
-    return f"{asked.rstrip('/')}/{run.name}" if URL_MARK in asked else str(Path(asked) / run.name)
+    return f"{asked.rstrip('/')}/{run.name}" if is_url(asked) else str(Path(asked) / run.name)
 
 
 def list_checkpoints(directory: Folder, *, read_bytes: bool = False) -> list[Listed]:

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, BinaryIO, TypeVar, cast
 
-from orchestrator.checkpoint.storage import URL_MARK, Folder, Sink, StorageError
+from orchestrator.checkpoint.storage import Folder, Sink, StorageError
+from orchestrator.config.urls import PACKAGES, URL_MARK, url_problem
 
 T = TypeVar("T")
 
@@ -31,32 +33,17 @@ _LONGEST_PAUSE_SECONDS = 5.0
 _PART_BYTES = 32 << 20
 """Of an upload and of reading ahead; a file of 10,000 parts, the most that S3 takes, has 312 GiB."""
 
-PACKAGES = {"s3": "s3fs"}
-"""Package that speaks each scheme."""
-
 
 class BusyError(StorageError):
     """Something that may pass by itself."""
 
 
-def url_problem(url: str) -> tuple[str, str] | None:
-    """(what is wrong with a URL, what to change), from its text and the installed packages alone; None: nothing."""
-    scheme, _, rest = url.partition(URL_MARK)
-    if scheme not in PACKAGES:
-        instead = f"the path {rest!r}" if scheme == "file" else f"{' or '.join(f'{name}://' for name in PACKAGES)}"
-        return f"storage of the kind {scheme}:// is not known", f"Use {instead} or a folder that all nodes share."
-    bucket, _, prefix = rest.partition("/")
-    if not bucket or not prefix.strip("/"):
-        return "it does not name a bucket and a prefix in it", f"Write {scheme}://BUCKET/PREFIX."
-    from importlib.util import find_spec
-
+def missing_package(scheme: str) -> tuple[str, str] | None:
+    """(which package is not installed, how to install it) for URLs of this kind; None: it is there."""
     package = PACKAGES[scheme]
-    if find_spec(package) is None:
-        return (
-            f"{scheme}:// needs the package {package}, which is not installed",
-            f"pip install 'orchestrator[{scheme}]'",
-        )
-    return None
+    if find_spec(package) is not None:
+        return None
+    return f"{scheme}:// needs the package {package}, which is not installed", f"pip install '{package}'"
 
 
 @contextmanager
@@ -92,11 +79,11 @@ class ObjectFolder(Folder):
         """The folder at a URL.
 
         Raises:
-            StorageError: see `url_problem`.
+            StorageError: such a URL cannot be used, or the package for it is missing.
         """
-        if (problem := url_problem(url)) is not None:
-            raise StorageError(f"{url}: {problem[0]}", problem[1])
         scheme, _, key = url.partition(URL_MARK)
+        if (problem := url_problem(url) or missing_package(scheme)) is not None:
+            raise StorageError(f"{url}: {problem[0]}", problem[1])
         return ObjectFolder(scheme, key)
 
     @property

@@ -12,8 +12,9 @@ from pydantic import ValidationError
 from orchestrator.checkpoint.folder import open_checkpoint
 from orchestrator.checkpoint.huggingface_folder import is_huggingface, model_problems
 from orchestrator.checkpoint.huggingface_start import problems_of_weights
-from orchestrator.checkpoint.storage import StorageError, is_url
+from orchestrator.checkpoint.storage import StorageError
 from orchestrator.config.schema import ModelConfig, RunConfig
+from orchestrator.config.urls import is_url
 from orchestrator.errors import Problem
 
 

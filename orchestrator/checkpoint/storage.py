@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-URL_MARK = "://"
+from orchestrator.config.urls import is_url
 
 
 class StorageError(OSError):
@@ -29,11 +29,6 @@ class StorageError(OSError):
 
     def __reduce__(self) -> tuple[type[StorageError], tuple[str, str]]:
         return StorageError, (self.message, self.fix)
-
-
-def is_url(location: str | os.PathLike[str]) -> bool:
-    """Whether a location is in an object store rather than on a file system."""
-    return URL_MARK in os.fspath(location)
 
 
 class Sink(ABC):
@@ -298,7 +293,7 @@ def open_folder(location: str | os.PathLike[str] | Folder) -> Folder:
     """
     if isinstance(location, Folder):
         return location
-    if is_url(location):
+    if is_url(os.fspath(location)):
         from orchestrator.checkpoint.object_storage import ObjectFolder
 
         return ObjectFolder.of(os.fspath(location))

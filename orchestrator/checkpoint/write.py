@@ -96,16 +96,12 @@ def _abandon(draft: Draft) -> None:
         _LOG.warning("What a failed save has left in %s could not be deleted (%s).", draft.data, error)
 
 
-def _write_shards(
-    draft: Draft, state: dict[str, Any], ranks: Ranks, planner: SavePlanner | None
-) -> list[FileRecord]:
+def _write_shards(draft: Draft, state: dict[str, Any], ranks: Ranks, planner: SavePlanner | None) -> list[FileRecord]:
     """Write this rank's part; what it wrote. Raises CheckpointError on every rank."""
     writer = ShardWriter(draft.data, draft.prefix)
     try:
         with without_single_process_warning():
-            save_shards(
-                state, storage_writer=writer, planner=planner, process_group=ranks.group, no_dist=ranks.alone
-            )
+            save_shards(state, storage_writer=writer, planner=planner, process_group=ranks.group, no_dist=ranks.alone)
     except CheckpointException as error:
         # DCP has already told every rank about every failure.
         shown = "; ".join(

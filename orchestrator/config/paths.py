@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.schema import RunConfig
+from orchestrator.config.urls import is_url
 
 _PATHS: dict[str, tuple[str, ...]] = {
     "run.directory": (),
@@ -33,7 +34,7 @@ def with_absolute_paths(config: RunConfig, current_folder: Path) -> RunConfig:
     for dotted, words in _PATHS.items():
         section, key = dotted.split(".")
         value = getattr(getattr(config, section), key)
-        if value is not None and value not in words and "://" not in value:
+        if value is not None and value not in words and not is_url(value):
             changes.setdefault(section, {})[key] = str(current_folder / Path(value).expanduser())
     return config.model_copy(
         update={section: getattr(config, section).model_copy(update=values) for section, values in changes.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator.config.schema import RunConfig
+from orchestrator.config.urls import is_url, url_problem
 from orchestrator.errors import Problem
 
 
@@ -63,5 +64,46 @@ def _gpu_fits_the_device(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-RULES = (_gpu_fits_the_device, _schedule_fits_the_length, _settings_of_the_chosen_optimizer)
+def _urls_only_where_they_can_be(config: RunConfig) -> Iterator[Problem]:
+    for key, value in (
+        ("checkpoint.directory", config.checkpoint.directory),
+        ("checkpoint.resume", config.checkpoint.resume),
+        ("checkpoint.init_from", config.checkpoint.init_from),
+    ):
+        if value is not None and (wrong := url_problem(value)) is not None:
+            yield Problem(key, f"{key}={value} cannot be used: {wrong[0]}.", wrong[1])
+    if is_url(config.run.directory):
+        yield Problem(
+            "run.directory",
+            f"run.directory={config.run.directory} is no folder: logs and metrics are files that grow.",
+            "Give a folder; checkpoints alone can go to an object store, with checkpoint.directory.",
+        )
+
+
+def _kept_checkpoints_exist(config: RunConfig) -> Iterator[Problem]:
+    checkpoint = config.checkpoint
+    every, kept = checkpoint.every_steps, checkpoint.keep_every_steps
+    if kept is not None and (not every or kept % every):
+        yield Problem(
+            "checkpoint.keep_every_steps",
+            f"Checkpoints of every {kept} steps are to be kept, but "
+            + (f"one is written every {every} steps." if every else "checkpoint.every_steps=0 writes none by steps."),
+            "Use a multiple of checkpoint.every_steps." if every else f"Set checkpoint.every_steps={kept}.",
+        )
+    if checkpoint.keep_best and not config.training.validate_every_steps:
+        yield Problem(
+            "checkpoint.keep_best",
+            f"The {checkpoint.keep_best} with the lowest validation loss are to be kept, but "
+            "training.validate_every_steps=0 validates at the end alone.",
+            "Set training.validate_every_steps, or checkpoint.keep_best=0.",
+        )
+
+
+RULES = (
+    _gpu_fits_the_device,
+    _schedule_fits_the_length,
+    _settings_of_the_chosen_optimizer,
+    _urls_only_where_they_can_be,
+    _kept_checkpoints_exist,
+)
 """Every rule, in the order in which problems are listed."""

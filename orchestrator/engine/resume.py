@@ -14,7 +14,7 @@ from orchestrator.checkpoint.huggingface_folder import is_huggingface
 from orchestrator.checkpoint.manifest import problems_of_resuming
 from orchestrator.checkpoint.ranks import Ranks
 from orchestrator.checkpoint.read import open_together
-from orchestrator.checkpoint.storage import is_url
+from orchestrator.config.urls import is_url
 from orchestrator.checkpoint.store import load, load_newest
 from orchestrator.engine.start_weights import load_huggingface
 from orchestrator.engine.state import OPTIONAL, after_loading, state_of

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.schema import RunConfig
+from orchestrator.config.urls import is_url
 from orchestrator.errors import Problem
 
 _HASH_CHARACTERS = 8
@@ -69,7 +70,7 @@ def checkpoint_directory(config: RunConfig, run_directory: str | os.PathLike[str
     asked = config.checkpoint.directory
     if asked is None:
         return str(run / "checkpoints")
-    if "://" in asked:
+    if is_url(asked):
         return f"{asked.rstrip('/')}/{run.name}"
     return str(Path(asked).expanduser().absolute() / run.name)
 

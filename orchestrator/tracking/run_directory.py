@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from orchestrator.config.schema import RunConfig
+from orchestrator.config.urls import is_url
 from orchestrator.errors import ConfigError, Problem
 from orchestrator.plan.run_plan import RunPlan
 from orchestrator.tracking import attempts as attempts_file
@@ -119,7 +120,7 @@ def check_run_directory(config: RunConfig) -> tuple[Problem, ...]:
         *_problems_of_folder("run.directory", config.run.directory),
         *(
             _problems_of_folder("checkpoint.directory", config.checkpoint.directory)
-            if config.checkpoint.directory is not None and "://" not in config.checkpoint.directory
+            if config.checkpoint.directory is not None and not is_url(config.checkpoint.directory)
             else ()
         ),
         *_problems_of_name_asked(config),

@@ -39,15 +39,21 @@ class CheckpointConfig(Section):
     """What is saved and what a run starts from."""
 
     directory: str | None = None
-    """Folder in which each run keeps its checkpoints, under its own name; null: `checkpoints/` in the run's folder."""
+    """Folder or `s3://BUCKET/PREFIX` for each run's checkpoints, under the run's name; null: in the run's folder."""
     every_steps: CountOrZero = 100
     """Steps between checkpoints; 0: only by minutes, at a stop and at the end."""
     every_minutes: Positive | None = None
     """Minutes between checkpoints, beside `every_steps`; null: not by time."""
     keep_last: Count = 2
-    """Newest checkpoints that are kept."""
+    """Newest checkpoints that are kept. What the run went on from is kept too."""
+    keep_every_steps: Count | None = None
+    """Checkpoints of steps that are multiples of this are kept for good; null: none for that."""
+    keep_best: CountOrZero = 0
+    """Checkpoints with the lowest validation losses that are kept; above 0 each new lowest loss is saved at once."""
     asynchronous: bool = True
     """Whether training goes on while a checkpoint is written."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """What a checkpoint that cannot be written does: a warning and the run goes on, or the run stops."""
     resume: str = "auto"
     """`auto`: an unfinished run of this name is continued; `never`: always a new run; or the path of a checkpoint."""
     init_from: str | None = None
