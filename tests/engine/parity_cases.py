@@ -167,6 +167,18 @@ CASES: dict[int, list[Case]] = {
         case("3D, ZeRO-3, tied, sequence parallel, recompute", "first rank empty", **THREE_TIED),
         case("3D, gpt, ZeRO-2", "ragged", CLIPPED, **three_dimensions(2, "1f1b"), **GPT),
         case("pipeline 2, hybrid: ZeRO-3 in groups of 2", **(zero(4, 3) | pipeline(2, "1f1b")), parallel__zero_group=2),
+        case(
+            "tensor 2, hybrid: ZeRO-3 in groups of 2, tied",
+            "first rank empty",
+            CLIPPED,
+            **(zero(4, 3) | tensor(2, True)),
+            **TIED,
+            parallel__zero_group=2,
+        ),
+        case("tensor 4, ZeRO-2", "ragged", CLIPPED, **(zero(2, 2) | tensor(4)), model__num_key_value_heads=4),
+        case("pipeline 4, tensor 2, gpt", "ragged", CLIPPED, **(pipeline(4, "1f1b") | tensor(2)), **GPT, **TIED),
+        case("3D, ZeRO-1, zbv_zero_bubble, tied", "ragged", **three_dimensions(1, "zbv_zero_bubble"), **TIED),
+        case("ZeRO-3 over 8", "first rank empty", CLIPPED, **zero(8, 3)),
     ],
 }
 
