@@ -43,6 +43,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`| head`) has seen enough. Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "orchestrator", "models"):
+            return _defect()
+        print(
+            f"{sys.executable} lacks the package `{missing}`, which this program needs; nothing was started.\n"
+            "Install it there with its requirements (`pip install -c infra/constraints.txt -e .`), or use the "
+            "environment that has them (submit: --python PATH).",
+            file=sys.stderr,
+        )
+        return ConfigError.exit_code
     except OSError as error:
         if error.errno not in _NO_ROOM:
             return _defect()

@@ -71,7 +71,8 @@ def check_tracking(config: RunConfig, environment: Mapping[str, str], current_fo
             ),
         )
     database = database_path(uri)
-    if database is not None and not database.parent.is_dir():
+    made_by_the_run = database is not None and database.parent == Path(config.run.directory).expanduser()
+    if database is not None and not database.parent.is_dir() and not made_by_the_run:
         return (
             Problem(
                 "tracking.uri",

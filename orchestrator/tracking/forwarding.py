@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -195,6 +195,7 @@ class Forwarding:
                 "orchestrator.attempts": len(attempts),
                 "orchestrator.restarts": max(0, len(attempts) - 1),
                 "orchestrator.causes": ", ".join(str(attempt.get("cause")) for attempt in attempts),
+                "orchestrator.recovery_seconds": _recoveries(attempts),
                 "orchestrator.checkpoint": summary.get("checkpoint"),
             }
         )
@@ -221,6 +222,11 @@ class Forwarding:
         # The last record's time, so that ending twice writes the same points.
         records = read_records(self._tail.path, lists=False)
         return timestamp_ms(records[-1]) if records else 0
+
+
+def _recoveries(attempts: Sequence[Mapping[str, Any]]) -> str:
+    """Seconds from each failure to the next first step, in the order of the attempts that mended them."""
+    return ", ".join("-" if (s := attempt.get("recovery_seconds")) is None else f"{s:.1f}" for attempt in attempts[1:])
 
 
 def _comparison(summary: Mapping[str, Any], time_ms: int) -> list[Point]:
@@ -310,6 +316,7 @@ def _live_quietly(nice: int) -> None:
     """Lowest priority, deaf to Ctrl-C: the parent decides when this ends, and until then training comes first."""
     set_priority(os.getpid(), nice)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a Ray job that is stopped sends it to every process of the job
     _set_up_environment()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
