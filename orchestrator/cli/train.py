@@ -8,6 +8,8 @@ where everything lies. The run's folder is the last line on stdout.
 from __future__ import annotations
 
 import contextlib
+import json
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +77,7 @@ def _launch_and_record(plan: RunPlan, directory: RunDirectory, invocation: Invoc
     assert steps is not None, "a feasible plan has a length"
     forwarder = start_forwarder(directory.path)
     try:
-        with make_progress(steps) as progress:
-            kept = _PlacementKeeper(directory, progress.observe)
+        with make_progress(steps) as bar, contextlib.closing(_Keeper(plan, directory, bar.observe)) as kept:
             outcome = launch(LaunchRequest(plan, str(directory.path), started), kept.observe)
     except BaseException:
         forwarder.kill()  # nothing was started, so nothing was recorded
@@ -98,24 +99,45 @@ def _launch_and_record(plan: RunPlan, directory: RunDirectory, invocation: Invoc
     return outcome.status
 
 
-class _PlacementKeeper:
-    """Writes `placement.json` as soon as something is known, so that it is there however the run ends."""
+class _Keeper:
+    """Writes what the launcher says into the run's folder at once, so that it is there however the run ends.
 
-    def __init__(self, directory: RunDirectory, observe: Callable[[dict[str, Any]], None]) -> None:
+    `placement.json` and `plan.json`: where the ranks are, and another plan; `logs/launcher.jsonl`: all but the steps.
+    """
+
+    def __init__(self, plan: RunPlan, directory: RunDirectory, observe: Callable[[dict[str, Any]], None]) -> None:
+        self._plan = plan.to_dict()
         self._directory = directory
         self._observe = observe
         self._table: list[dict[str, Any]] = []
+        directory.logs.mkdir(parents=True, exist_ok=True)
+        self._log = (directory.logs / "launcher.jsonl").open("a", encoding="utf-8", buffering=1)
 
     def observe(self, event: dict[str, Any]) -> None:
-        """Keep where the ranks are (`placement`) and which processes they are (`ready`); hand the event on."""
+        """Keep where the ranks are (`placement`), which processes they are (`ready`), another plan (`replanned`); hand
+        the event on."""
         if event["kind"] == "placement":
             self._table = [dict(entry) for entry in event["table"]]
-            self._directory.write_json("placement.json", self._table)
+            self._write(placement=self._table)
         elif event["kind"] == "ready":
             found = {identity["rank"]: identity for identity in event["ranks"]}
             self._table = [{**entry, **_process(found.get(entry["rank"], {}))} for entry in self._table]
-            self._directory.write_json("placement.json", self._table)
+            self._write(placement=self._table)
+        elif event["kind"] == "replanned":
+            self._write(**event["plan"])
+        if event["kind"] != "step":
+            shown = {name: value for name, value in event.items() if name != "plan"}
+            self._log.write(json.dumps({"time": time.time(), **shown}, default=str) + "\n")
         self._observe(event)
+
+    def close(self) -> None:
+        """Nothing more will be said."""
+        self._log.close()
+
+    def _write(self, **changes: Any) -> None:
+        self._plan.update(changes)
+        self._directory.write_json("plan.json", self._plan)
+        self._directory.write_json("placement.json", self._table)
 
 
 def _process(identity: dict[str, Any]) -> dict[str, Any]:
@@ -125,17 +147,22 @@ def _process(identity: dict[str, Any]) -> dict[str, Any]:
 def _record(plan: RunPlan, directory: RunDirectory, outcome: LaunchOutcome) -> dict[str, Any]:
     """Write what is known at the end into the run's folder: attempts and summary."""
     from orchestrator.checkpoint.folder import newest_complete
+    from orchestrator.checkpoint.storage import StorageError
     from orchestrator.tracking.summary import build_summary
 
     directory.record_attempts(outcome.attempts)
-    newest = newest_complete(directory.checkpoints)
+    try:
+        newest = newest_complete(directory.checkpoints)
+    except StorageError as error:
+        print_warnings([f"the summary names no checkpoint: {error}"])
+        newest = None
     summary = build_summary(
-        plan,
+        outcome.plan or plan,
         run_directory=directory.path,
         status=outcome.status,
         attempts=directory.attempts(),
         rank_results=outcome.rank_results,
-        checkpoint=None if newest is None else str(newest.path),
+        checkpoint=None if newest is None else newest.path,
     )
     if summary["seconds_to_first_step"] is None:
         summary["seconds_to_first_step"] = outcome.seconds_to_first_step
