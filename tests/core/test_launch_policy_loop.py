@@ -35,7 +35,7 @@ class World:
         self.on_stop = on_stop
         self.clears = clears
         self.now = 1000.0
-        self.queue: deque[Happening] = deque()
+        self.queue: deque[Happening | None] = deque()
         self.calls: list[str] = []
         self.events: list[dict[str, Any]] = []
         self.generation = 0
@@ -43,8 +43,9 @@ class World:
 
     # the channel
     def next(self, timeout_seconds: float) -> Happening | None:
-        if self.queue:
-            return self.queue.popleft()
+        happening = self.queue.popleft() if self.queue else None
+        if happening is not None:
+            return happening
         self.now += timeout_seconds
         assert self.now < 5000, f"the loop waits for ever; so far {self.calls}"
         return None
@@ -69,6 +70,11 @@ class World:
 
     def dies(self, rank: int, step: int) -> None:
         self.says(**DIED, rank=rank, step=step, time=self.now)
+
+    def wait(self, seconds: float) -> None:
+        """Nothing happens for so long."""
+        for _ in range(int(seconds / 0.2)):
+            self.queue.append(None)  # type: ignore[arg-type]
 
     def signal(self, name: str = "SIGINT") -> None:
         self.queue.append(Happening("signal", -1, name))
@@ -297,3 +303,115 @@ def test_the_end_of_rays_attempt_by_itself_is_a_failure_with_its_last_line():
     world = World(cpu_plan(max_restarts=0), {1: ends})
     outcome = world.run()
     assert "Ray Train ended the attempt: RuntimeError: ModuleNotFoundError: No module" in outcome.problems[0].message
+
+
+def test_a_preemption_notice_has_the_ranks_save_and_the_run_placed_anew_without_that_node():
+    def noticed(world):
+        world.all_ready()
+        world.step(4)
+        world.nodes_trouble = NodeTrouble(leaving={"n0": None})
+
+    def saved(world):
+        world.all_done("stopped", 5)
+
+    world = World(cpu_plan(), {1: noticed, 2: finishes}, nodes=(2, 2), on_stop=saved)
+    outcome = world.run()
+    assert outcome.status == "finished"
+    assert world.calls == ["begin", "start 1", "stop", "kill", "end", "begin", "start 2", "end"]
+    assert [attempt.cause for attempt in outcome.attempts] == ["preemption", "finished"]
+    assert world.choice.node_ids == ("n1",)
+    assert "node0 is about to be taken away (the cluster says so)" in world.of("preemption")[0]["message"]
+
+
+def test_a_notice_from_a_file_on_the_node_does_the_same():
+    def noticed(world):
+        world.all_ready()
+        world.queue.append(Happening("supervisor", 0, {"kind": "notice", "reason": "/tmp/spot has appeared"}))
+
+    world = World(cpu_plan(), {1: noticed, 2: finishes}, nodes=(2, 2), on_stop=lambda world: world.all_done("stopped"))
+    assert world.run().status == "finished"
+    assert "/tmp/spot has appeared" in world.of("restart")[0]["message"]
+
+
+def test_ranks_that_do_not_save_before_the_node_goes_are_ended_and_the_run_moves_all_the_same():
+    def noticed(world):
+        world.all_ready()
+        world.nodes_trouble = NodeTrouble(leaving={"n0": world.now + 8})
+
+    world = World(cpu_plan(grace_seconds=30), {1: noticed, 2: finishes}, nodes=(2, 2))
+    outcome = world.run()
+    assert outcome.status == "finished"
+    assert "the ranks did not save in time" in outcome.attempts[0].detail
+    assert 1008 <= world.now < 1020
+
+
+def test_a_preemption_beyond_its_budget_saves_and_ends_the_run():
+    def noticed(world):
+        world.all_ready()
+        world.nodes_trouble = NodeTrouble(leaving={"n0": None})
+
+    plan = cpu_plan(max_preemptions=0)
+    world = World(plan, {1: noticed}, nodes=(2, 2), on_stop=lambda world: world.all_done("stopped"))
+    outcome = world.run()
+    assert outcome.status == "failed"
+    assert "max_preemptions=0" in outcome.problems[0].message
+    assert "The same command continues it." in outcome.problems[0].fix
+
+
+def test_a_node_that_the_cluster_lost_ends_the_attempt_before_any_line_breaks():
+    def lost(world):
+        world.all_ready()
+        world.nodes_trouble = NodeTrouble(dead=frozenset({"n0"}))
+
+    def back(world):
+        world.nodes_trouble = NodeTrouble()
+        finishes(world)
+
+    world = World(cpu_plan(), {1: lost, 2: back})
+    outcome = world.run()
+    assert [attempt.cause for attempt in outcome.attempts] == ["node_loss", "finished"]
+
+
+def test_a_rewind_starts_the_ranks_anew_without_the_step():
+    def diverges(world):
+        world.all_ready()
+        world.rank(0, kind="error", **{"class": "nan"}, message="loss is nan", phase="stepping", step=7)
+
+    world = World(cpu_plan(on_nan="rewind"), {1: diverges, 2: finishes})
+    assert world.run().status == "finished"
+    assert world.calls == ["begin", "start 1", "kill", "start 2 without [7]", "end"]
+
+
+def test_a_rank_killed_for_memory_ends_the_run_and_names_the_next_plan():
+    def killed(world):
+        world.all_ready()
+        world.says(**DIED, rank=1, step=2, time=world.now, out_of_memory=True)
+
+    outcome = World(cpu_plan(), {1: killed}).run()
+    assert outcome.status == "failed"
+    assert outcome.attempts[0].cause == "oom"
+    assert "because the host ran out of memory" in outcome.problems[0].message
+
+
+def test_a_slow_rank_is_named_and_left_alone():
+    def slow(world):
+        world.all_ready()
+        for step in range(1, 8):
+            beats = dict.fromkeys((0, 1), ("stepping", step, 0.0, False))
+            world.says(kind="beats", beats=beats, paces={0: 0.1, 1: 0.9})
+        world.wait(6.0)
+        world.all_done()
+
+    world = World(cpu_plan(), {1: slow})
+    assert world.run().status == "finished"
+    (event,) = world.of("straggler")
+    assert (event["rank"], event["node"]) == (1, "node0")
+
+
+def test_what_an_attempt_went_on_from_is_kept():
+    def resumes(world):
+        world.rank(0, kind="resumed", step=40, checkpoint="x")
+        finishes(world)
+
+    (attempt,) = World(cpu_plan(), {1: resumes}).run().attempts
+    assert (attempt.resumed_step, attempt.nodes) == (40, ("node0",))

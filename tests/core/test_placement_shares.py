@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator import load_config, make_plan
 from orchestrator.errors import PlacementError
+from orchestrator.placement.assign import assign_coordinates
 from orchestrator.placement.shares import choose_shares, fits_when_free
-from orchestrator.placement.topology import Need, Node, ShareChoice
+from orchestrator.placement.topology import LocatedShare, Need, Node, ShareChoice, same_kind
 
 
 def nodes(*free: int, total: int | None = None) -> list[Node]:
@@ -84,33 +90,161 @@ def test_an_empty_cluster_is_refused_without_arithmetic_on_nothing():
         choose_shares([], Need(2, 1, 8))
 
 
+KINDS = ("", "A100", "H100")
+DOMAINS = ("", "rack-a", "rack-b", "rack-c")
+
+
 @st.composite
-def problems(draw):
+def problems(draw, most_nodes=12, domains=DOMAINS):
     tensor = draw(st.sampled_from([1, 2, 4, 8]))
-    totals = draw(st.lists(st.integers(0, 16), max_size=12))
-    inventory = [Node(f"n{i:02d}", f"n{i:02d}", total, draw(st.integers(0, total))) for i, total in enumerate(totals)]
-    return inventory, Need(tensor * draw(st.integers(1, 24)), tensor, draw(st.integers(1, 16)))
+    totals = draw(st.lists(st.integers(0, 16), max_size=most_nodes))
+    inventory = [
+        Node(
+            f"n{i:02d}",
+            f"n{i:02d}",
+            total,
+            draw(st.integers(0, total)),
+            kind=draw(st.sampled_from(KINDS)),
+            domain=draw(st.sampled_from(domains)),
+            labels=draw(st.sampled_from([{}, {"pool": "train"}])),
+            leaving=draw(st.booleans()) and draw(st.booleans()),
+        )
+        for i, total in enumerate(totals)
+    ]
+    need = Need(
+        tensor * draw(st.integers(1, 24)),
+        tensor,
+        draw(st.integers(1, 16)),
+        kinds=draw(st.sampled_from([(), ("H100-80GB",)])),
+        labels=draw(st.sampled_from([{}, {}, {"pool": "train"}])),
+    )
+    return inventory, need
 
 
-@settings(max_examples=400, deadline=None)
+def offers_of(inventory: list[Node], need: Need) -> dict[str, int]:
+    """Groups that each node can hold, worked out from the words of the rule alone."""
+    found = {}
+    for node in inventory:
+        allowed = not node.leaving and (not need.labels or node.labels.get("pool") == "train")
+        if need.kinds and node.kind == "A100":
+            allowed = False
+        groups = min(node.slots_free, need.slots_per_node) // need.tensor
+        if allowed and groups:
+            found[node.node_id] = groups
+    return found
+
+
+@settings(max_examples=1000, deadline=None)
 @given(problems())
 def test_any_inventory_is_packed_validly_or_refused_for_a_true_reason(problem):
     inventory, need = problem
-    most = {node.node_id: min(node.slots_free, need.slots_per_node) for node in inventory}
-    possible = sum(slots // need.tensor for slots in most.values()) >= need.groups
+    offers = offers_of(inventory, need)
     try:
         choice = choose_shares(inventory, need)
-    except PlacementError:
-        assert not possible
+    except PlacementError as error:
+        assert sum(offers.values()) < need.groups
+        when_free = [replace(node, slots_free=node.slots_total) for node in inventory]
+        waiting_helps = sum(offers_of(when_free, need).values()) >= need.groups
+        assert ("Others hold the rest now" in str(error)) == waiting_helps
         return
-    assert possible
+    assert sum(offers.values()) >= need.groups
     assert choice.share_size % need.tensor == 0
     taken = held(choice)
     assert sum(taken.values()) == need.world_size
-    assert all(slots <= most[node] for node, slots in taken.items())
-    largest_first = sorted((slots // need.tensor for slots in most.values()), reverse=True)
-    fewest = next(n for n in range(1, len(largest_first) + 1) if sum(largest_first[:n]) >= need.groups)
-    assert len(taken) == fewest
+    assert all(slots <= offers.get(node, 0) * need.tensor for node, slots in taken.items())
+
+
+@settings(max_examples=500, deadline=None)
+@given(problems(most_nodes=7))
+def test_small_inventories_are_packed_as_well_as_by_trying_every_set_of_nodes(problem):
+    """Fewest domains; inside one domain fewest nodes, then the least left over."""
+    inventory, need = problem
+    offers = offers_of(inventory, need)
+    if sum(offers.values()) < need.groups:
+        return
+    domain = {node.node_id: node.domain for node in inventory}
+
+    def cost(nodes) -> tuple[int, int, int]:
+        return len({domain[n] for n in nodes}), len(nodes), sum(offers[n] for n in nodes) - need.groups
+
+    sets = [nodes for size in range(1, len(offers) + 1) for nodes in itertools.combinations(offers, size)]
+    best = min(cost(nodes) for nodes in sets if sum(offers[n] for n in nodes) >= need.groups)
+    found = cost(tuple(dict.fromkeys(choose_shares(inventory, need).node_ids)))
+    assert found[0] == best[0]
+    if best[0] == 1:
+        assert found == best
+
+
+@settings(max_examples=500, deadline=None)
+@given(problems(most_nodes=9, domains=("",)))
+def test_without_domains_the_packing_is_the_best_there_is(problem):
+    inventory, need = problem
+    offers = offers_of(inventory, need)
+    if sum(offers.values()) < need.groups:
+        return
+    taken = held(choose_shares(inventory, need))
+    sets = [nodes for size in range(1, len(offers) + 1) for nodes in itertools.combinations(offers.values(), size)]
+    best = min((len(nodes), sum(nodes)) for nodes in sets if sum(nodes) >= need.groups)
+    assert (len(taken), sum(offers[node] for node in taken)) == best
+
+
+def test_a_run_lies_in_one_rack_where_one_holds_it_though_fewer_nodes_of_two_would():
+    racks = [Node("a0", "a0", 8, 8, domain="a"), Node("b0", "b0", 8, 8, domain="b")]
+    racks += [Node(f"c{i}", f"c{i}", 8, 4, domain="c") for i in range(4)]
+    assert set(choose_shares(racks, Need(16, 4, 8)).node_ids) == {"c0", "c1", "c2", "c3"}
+
+
+def test_nodes_without_an_asked_label_or_about_to_leave_are_not_counted_and_it_is_said():
+    inventory = [
+        Node("a", "a", 8, 8, labels={"pool": "train"}),
+        Node("b", "b", 8, 8, labels={"pool": "serve"}),
+        Node("c", "c", 8, 8, labels={"pool": "train"}, leaving=True),
+    ]
+    with pytest.raises(PlacementError) as refusal:
+        choose_shares(inventory, Need(16, 8, 8, labels={"pool": "train"}))
+    assert "1 node about to be taken away not counted" in str(refusal.value)
+    assert "1 node without the label pool=train not counted" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reported", "same"),
+    [
+        ("A100-80GB", "A100", True),
+        ("A100-80GB", "A100-80G", True),
+        ("A100-80GB", "A100-40G", False),
+        ("A100-80GB", "H100", False),
+        ("MI300X", "AMD-Instinct-MI300X-OAM", True),
+        ("L4", "L40S", False),
+        ("H200-141GB", "H200", True),
+    ],
+)
+def test_kinds_of_gpu_are_compared_word_by_word(asked, reported, same):
+    assert same_kind(asked, reported) == same
+
+
+def test_sixteen_thousand_ranks_on_two_thousand_partly_busy_nodes_are_placed_whole():
+    inventory = [Node(f"n{i:04d}", f"n{i:04d}", 8, 8 if i % 7 else 4, domain=f"rack{i // 32}") for i in range(2400)]
+    need = Need(16384, 8, 8)
+    choice = choose_shares(inventory, need)
+    shares = [LocatedShare(i, node, node, tuple(range(choice.share_size))) for i, node in enumerate(choice.node_ids)]
+    config = load_config(["+experiment=llama3_405b"])
+    placed = assign_coordinates(make_plan(config).ranks, shares_on_devices(shares))
+    nodes_of_group = defaultdict(set)
+    for entry in placed:
+        nodes_of_group[(entry.pipeline, entry.data)].add(entry.node_id)
+    assert len(placed) == 16384
+    assert all(len(nodes) == 1 for nodes in nodes_of_group.values())
+
+
+def shares_on_devices(shares: list[LocatedShare]) -> list[LocatedShare]:
+    """Consecutive devices of their node, as supervisors report them."""
+    used: dict[str, int] = defaultdict(int)
+    found = []
+    for share in shares:
+        first = used[share.node_id]
+        used[share.node_id] += len(share.devices)
+        found.append(replace(share, devices=tuple(range(first, first + len(share.devices)))))
+    return found
 
 
 def test_two_thousand_nodes_are_placed():
