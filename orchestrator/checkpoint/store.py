@@ -68,7 +68,8 @@ class CheckpointWriter:
         retention: which checkpoints are kept; a number: that many of the newest.
         asynchronous: write in a thread; otherwise `save` returns after the commit.
         protected: checkpoints that are never deleted: what the run resumed from.
-        raise_on_failure: raise a failed save's CheckpointError from the next `save` or `wait` instead of warning.
+        raise_on_failure: raise a failed save's CheckpointError from the next `save`, `wait` or `close` instead of
+            warning.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class CheckpointWriter:
         self._in_flight: Future[SaveOutcome] | None = None
         self._finished: list[SaveOutcome] = []
         self._last_step: int | None = None
+        self._failure: str | None = None
         if self._ranks.rank == 0:
             self._clean_up()
 
@@ -116,21 +118,30 @@ class CheckpointWriter:
         self._last_step = step
         if self._threads is None:
             self._settle(self._write(step, state, manifest, None, began, began))
+            self.wait()
             return
         staged, failure = self._copy(state)
         copied = time.monotonic()
         self._in_flight = self._threads.submit(self._write, step, staged, manifest, failure, began, copied)
 
+    @property
+    def must_stop(self) -> bool:
+        """Whether this rank knows of a failed save and was asked to raise it; others may know later."""
+        return self._raise_on_failure and self._failure is not None
+
     def wait(self) -> None:
         """Return when no save is in flight. Call it before the ranks part.
 
         Raises:
-            CheckpointError: the save failed; only with `raise_on_failure`, on every rank.
+            CheckpointError: a save failed; only with `raise_on_failure`, on every rank.
         """
         if self._in_flight is not None:
             outcome = self._in_flight.result()
             self._in_flight = None
             self._settle(outcome)
+        if self.must_stop:
+            failure, self._failure = self._failure, None
+            raise CheckpointError(failure)
 
     def take_outcomes(self) -> tuple[SaveOutcome, ...]:
         """Saves that have ended since the last call, in order; never blocks, not collective."""
@@ -142,12 +153,14 @@ class CheckpointWriter:
         return taken
 
     def close(self) -> None:
-        """Wait for the save in flight and end the thread; the copy's memory is released."""
-        self.wait()
-        if self._threads is not None:
-            self._threads.shutdown()
-        if self._stager is not None:
-            self._stager.close()
+        """Wait for the save in flight and end the thread; the copy's memory is released. Raises as `wait` does."""
+        try:
+            self.wait()
+        finally:
+            if self._threads is not None:
+                self._threads.shutdown()
+            if self._stager is not None:
+                self._stager.close()
 
     def _copy(self, state: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
         assert self._stager is not None
@@ -186,9 +199,8 @@ class CheckpointWriter:
             return
         # Not saved, so the same step may be tried again (at a stop right after a failed save).
         self._last_step = None
-        if self._raise_on_failure:
-            raise CheckpointError(outcome.error)
-        if self._ranks.rank == 0:
+        self._failure = outcome.error
+        if self._ranks.rank == 0 and not self._raise_on_failure:
             _LOG.warning("The checkpoint of step %d was not saved: %s.", outcome.step, outcome.error)
 
 

@@ -157,7 +157,8 @@ def _validation(event: Mapping[str, Any]) -> str:
 
 def _checkpoint(event: Mapping[str, Any]) -> str:
     if event.get("error"):
-        return f"step {event['step']}: the checkpoint could not be written ({event['error']}); training goes on"
+        after = "the run stops" if event.get("stops") else "training goes on"
+        return f"step {event['step']}: the checkpoint could not be written ({event['error']}); {after}"
     return f"step {event['step']}: saved {Path(event['path']).name}"
 
 

@@ -31,7 +31,8 @@ from orchestrator.engine.profile import StepProfiler
 from orchestrator.engine.reach import check_groups
 from orchestrator.engine.rendezvous import leave, meet
 from orchestrator.engine.resume import resume
-from orchestrator.engine.train import Progress, Run, note_checkpoints, train
+from orchestrator.engine.saving import finish_saving, retention_of
+from orchestrator.engine.train import Progress, Run, train
 from orchestrator.plan.batch import steps_of
 from orchestrator.plan.rank_task import RankLink, RankTask
 from orchestrator.tracking.identity import checkpoint_directory
@@ -67,8 +68,7 @@ def run_rank(task: RankTask, link: RankLink) -> None:
         status = train(run, progress)
     link.beat("finishing", progress.step)
     run.profiler.close(progress.step)
-    run.writer.close()
-    note_checkpoints(run, progress)
+    finish_saving(run, progress)
     if progress.first_step_ended is not None:
         timings.seconds["first_step"] = progress.first_step_ended - started
     result = _result(run, progress, timings)
@@ -102,9 +102,10 @@ def _set_up(task: RankTask, link: RankLink, timings: Timings, witness: Witness) 
         resumed = resume(task, link, parts, dataset.fingerprint, log)
         writer = CheckpointWriter(
             checkpoint_directory(config, task.run_directory),
-            config.checkpoint.keep_last,
+            retention_of(config.checkpoint),
             config.checkpoint.asynchronous,
             protected=() if resumed.checkpoint is None else (resumed.checkpoint.path,),
+            raise_on_failure=config.checkpoint.on_failure == "stop",
         )
     feed = Feed(
         dataset=dataset,

@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from orchestrator.checkpoint.manifest import describe
 from orchestrator.checkpoint.store import CheckpointWriter
 from orchestrator.data.dataset import TokenDataset
 from orchestrator.engine.agreement import Agreement, agree
@@ -23,8 +22,8 @@ from orchestrator.engine.optimizer import set_learning_rate
 from orchestrator.engine.pace import OwnWork
 from orchestrator.engine.profile import StepProfiler
 from orchestrator.engine.resume import Resumed
+from orchestrator.engine.saving import clock_asks, note_checkpoints, save, save_is_due
 from orchestrator.engine.schedule import learning_rate
-from orchestrator.engine.state import state_of
 from orchestrator.engine.step import Parts, StepResult, train_step
 from orchestrator.plan.rank_task import RankLink, RankTask
 from orchestrator.tracking.metrics_log import MetricsLog
@@ -43,6 +42,10 @@ class Progress:
     """Of the last step."""
     validation_loss: float | None = None
     """Of the last validation."""
+    validated_step: int | None = None
+    """Step of the last validation in this process."""
+    best_validation_loss: float | None = None
+    """Lowest of the run."""
     begun_at: int = 0
     """Step that this process went on from; its checkpoint is there already."""
     saved_step: int | None = None
@@ -65,9 +68,12 @@ class Progress:
             tokens=resumed.tokens,
             loss=resumed.loss,
             validation_loss=resumed.validation_loss,
+            best_validation_loss=None
+            if resumed.checkpoint is None
+            else resumed.checkpoint.manifest.best_validation_loss,
             begun_at=resumed.step,
             saved_step=None if resumed.checkpoint is None else resumed.step,
-            checkpoint=None if resumed.checkpoint is None else str(resumed.checkpoint.path),
+            checkpoint=None if resumed.checkpoint is None else resumed.checkpoint.path,
         )
 
     @property
@@ -117,9 +123,10 @@ def train(run: Run, progress: Progress) -> Literal["finished", "stopped"]:
         with run.own.counted():
             fed = run.feed.step(step)
         link.beat("stepping", step)
-        agreed = agree(parts.mesh, fed.ids, fed.tokens, stop=link.stop_requested(), save=_save_is_due(run, progress))
+        stop = link.stop_requested() or run.writer.must_stop
+        agreed = agree(parts.mesh, fed.ids, fed.tokens, stop=stop, save=clock_asks(run, progress))
         if agreed.stop:
-            _save(run, progress)
+            save(run, progress)
             return "stopped"
         seed_step(config, parts.mesh, step)
         rate = learning_rate(config.optimizer, step, run.steps)
@@ -132,9 +139,8 @@ def train(run: Run, progress: Progress) -> Literal["finished", "stopped"]:
         every = config.training.validate_every_steps
         evaluation = _validate(run, progress) if (every and step % every == 0) or step == run.steps else None
         _record(run, agreed, result, rate, seconds, step, evaluation)
-        every = config.checkpoint.every_steps
-        if agreed.save or (every and step % every == 0) or step == run.steps:
-            _save(run, progress)
+        if save_is_due(run, progress, evaluation, asked=agreed.save):
+            save(run, progress)
         note_checkpoints(run, progress)
         run.profiler.end(step)
     return "finished"
@@ -157,7 +163,7 @@ def _validate(run: Run, progress: Progress) -> Evaluation | None:
     training = run.task.plan.config.training
     run.link.beat("validating", progress.step)
     found = evaluate(run.parts, run.validation, training.validation_sequences, training.micro_batch_size)
-    progress.validation_loss = found.loss
+    progress.validation_loss, progress.validated_step = found.loss, progress.step
     if run.task.rank == 0:
         run.link.report({"kind": "validation", "step": progress.step, "validation_loss": found.loss})
     return found
@@ -202,36 +208,3 @@ def _record(
         record["validation_nats_per_byte"] = evaluation.nats_per_byte
     run.log.append(record)
     run.link.report({"kind": "step", **record})
-
-
-def _save_is_due(run: Run, progress: Progress) -> bool:
-    """Whether the clock asks for a checkpoint; rank 0's clock alone counts, the others follow the agreement."""
-    minutes = run.task.plan.config.checkpoint.every_minutes
-    return run.task.rank == 0 and minutes is not None and time.monotonic() - progress.last_save >= 60 * minutes
-
-
-def _save(run: Run, progress: Progress) -> None:
-    """Write a checkpoint of the steps done (collective); the writer leaves out a step that it has saved already."""
-    if progress.step == progress.begun_at:
-        return
-    run.link.beat("saving", progress.step)
-    manifest = describe(
-        run.task.plan,
-        step=progress.step,
-        tokens=progress.tokens,
-        data_fingerprint=run.feed.dataset.fingerprint,
-        data_position={"step": progress.step, "seed": run.feed.order.seed, "samples": run.feed.order.samples},
-    )
-    run.writer.save(progress.step, state_of(run.parts), manifest)
-    progress.last_save = time.monotonic()
-
-
-def note_checkpoints(run: Run, progress: Progress) -> None:
-    """Take note of saves that have ended meanwhile; rank 0 tells the driver."""
-    for outcome in run.writer.take_outcomes():
-        if outcome.path is not None:
-            progress.checkpoint = str(outcome.path)
-            progress.saved_step = outcome.step
-        if run.task.rank == 0:
-            path = None if outcome.path is None else str(outcome.path)
-            run.link.report({"kind": "checkpoint", "step": outcome.step, "path": path, "error": outcome.error})

@@ -24,8 +24,8 @@ from orchestrator.placement.shares import choose_shares
 from orchestrator.placement.topology import LocatedShare, Node, PlacedRank, ShareChoice, need_of
 from orchestrator.plan.rank_task import RankTask
 
-_PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "CUDA_LAUNCH_BLOCKING", "XDG_CACHE_HOME")
-"""Variables of the driver that reach every rank, on every node."""
+_PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "CUDA_LAUNCH_BLOCKING", "XDG_CACHE_HOME", "AWS_")
+"""Variables of the driver that reach every rank, on every node; `AWS_` so that all read and write one object store."""
 _END_SECONDS = 30.0
 """Time that Ray Train has to end an attempt whose supervisors have returned."""
 

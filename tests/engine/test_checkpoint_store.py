@@ -114,7 +114,7 @@ def test_nothing_is_loaded_where_nothing_was_saved(tmp_path: Path) -> None:
 def test_files_that_rank_0_never_sees_are_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write, "_VISIBLE_SECONDS", 0.0)
     elsewhere = FileRecord("__1_0.distcp", 10, "0" * 32)
-    monkeypatch.setattr(write, "_write_shards", lambda draft, state, ranks: [elsewhere])
+    monkeypatch.setattr(write, "_write_shards", lambda *_: [elsewhere])
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp is missing: is .* one folder for all nodes\?"):
         write.save(tmp_path, 1, plain_state(1), manifest_of(1))
     assert list(tmp_path.iterdir()) == []
