@@ -55,6 +55,15 @@ def draining_nodes() -> dict[str, float | None]:
     return {node_id: moment / 1000 if moment else None for node_id, moment in found.items()}
 
 
+def bundle_nodes(placement_group: str) -> list[str]:
+    """Node of every bundle of a placement group, by Ray's own table. `placement_group` is its id."""
+    from ray.util import placement_group_table
+
+    table = placement_group_table()
+    found: dict[int, str] = table.get(placement_group, {}).get("bundles_to_node_id", {})
+    return [found[bundle] for bundle in sorted(found)]
+
+
 def living_nodes(ray: Any) -> set[str]:
     """Ids of the nodes that Ray holds for alive."""
     return {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}

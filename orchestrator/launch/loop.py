@@ -184,8 +184,9 @@ class RunLoop:
             self._deadline = self._clock() + _EXIT_SECONDS
 
     def _verify(self, generation: Generation) -> None:
+        assert self._held is not None
         reports = {rank: event["report"] for rank, event in generation.ready.items()}
-        problems = verify_placement(generation.placed, reports)
+        problems = (*verify_placement(generation.placed, reports), *self._held.reservation_problems())
         if not problems:
             self._observe({"kind": "ready", "attempt": generation.number, "ranks": generation.identities()})
             return
@@ -321,6 +322,7 @@ class RunLoop:
             if self._held is not None:
                 self._held.end()
             self._held = self._generation = None
+            self._watch.begin()
             self._placing.again()
         else:
             self._status = "stopped" if self._stop_signals and not self._history.ended_in_failure else "failed"

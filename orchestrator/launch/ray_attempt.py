@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from orchestrator.errors import Problem
 from orchestrator.launch.channel import Channel
-from orchestrator.launch.inventory import draining_nodes, living_nodes, read_nodes
+from orchestrator.launch.inventory import bundle_nodes, draining_nodes, living_nodes, read_nodes
 from orchestrator.launch.request import LaunchRequest
 from orchestrator.launch.session import cluster_address
 from orchestrator.launch.supervisor import SupervisorOrder
@@ -162,6 +164,20 @@ class RayAttempt:
         index = str(event.get("device", "")).partition("cuda:")[2]
         device = facts["devices"][int(index)] if index and facts["devices"] else None
         return RankReport(rank, facts["node_id"], device)
+
+    def reservation_problems(self) -> tuple[Problem, ...]:
+        """What Ray's own table of the attempt's placement group says otherwise than the choice."""
+        assert self._choice is not None
+        groups = {str(group) for facts in self._facts.values() if (group := facts.get("placement_group"))}
+        held: Counter[str] = Counter()
+        for group in groups:
+            held.update(bundle_nodes(group))
+        wanted = Counter(self._choice.node_ids)
+        if not groups or held == wanted:
+            return ()
+        differing = sorted((held - wanted) + (wanted - held))
+        message = f"Ray reserved other nodes than were chosen: its placement group differs on {', '.join(differing)}."
+        return (Problem("cluster", message, ""),)
 
     def stop(self, generation: int) -> None:
         """Ask all ranks to save and stop at the next step."""

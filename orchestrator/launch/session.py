@@ -26,6 +26,8 @@ _ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    # Notices are ours to see (`watch.py`): Ray Train's watcher looks every five seconds and waits for the deadline.
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
@@ -34,8 +36,6 @@ _ENVIRONMENT = {
 }
 """Set before Ray is imported; what the user has set stays."""
 _LOCAL_ENVIRONMENT = {
-    # A cluster of our own on one machine is not preempted, and each watcher is one more Python process to start.
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     # Workers that Ray starts in advance lack Ray Train's variables, so they are never used.
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",

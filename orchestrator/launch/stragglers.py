@@ -15,7 +15,7 @@ FACTOR = 2.0
 """Times the median from which a rank counts as slow."""
 _LEAST_SECONDS = 0.05
 """Difference to the median below which nobody cares."""
-_STEPS = 5
+_STEPS = 10
 """Steps over which a rank must be slow: one long step is a hiccup."""
 
 

@@ -92,10 +92,11 @@ def _facts(order: SupervisorOrder) -> dict[str, Any]:
     """Where this share lies, as its own process sees it."""
     import ray
     import ray.train
-    from ray.util import get_node_ip_address
+    from ray.util import get_current_placement_group, get_node_ip_address
 
     context = ray.get_runtime_context()
     share = ray.train.get_context().get_world_rank()
+    group = get_current_placement_group()
     held = context.get_accelerator_ids().get("GPU", []) if order.device == "cuda" else []
     numbered = sorted(zip(device_numbers(held), held, strict=True))
     return {
@@ -107,6 +108,7 @@ def _facts(order: SupervisorOrder) -> dict[str, Any]:
         "visible": ",".join(name for _, name in numbered),
         "cores": len(os.sched_getaffinity(0)),
         "pid": os.getpid(),
+        "placement_group": None if group is None else group.id.hex(),
     }
 
 

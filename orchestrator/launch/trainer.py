@@ -44,6 +44,16 @@ def start_attempt(
     return thread
 
 
+def share_resources(device: str, choice: ShareChoice) -> dict[str, float]:
+    """What Ray holds for one share: all its slots in one bundle, so that they lie on one node."""
+    return {resource_of(device): choice.share_size}
+
+
+def share_pins(choice: ShareChoice) -> list[dict[str, str]]:
+    """Labels that bind each share to its node."""
+    return [{NODE_LABEL: node_id} for node_id in choice.node_ids]
+
+
 def _make_trainer(order: SupervisorOrder, choice: ShareChoice, storage: Path) -> Any:
     import ray.train
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -70,8 +80,8 @@ def _make_trainer(order: SupervisorOrder, choice: ShareChoice, storage: Path) ->
         scaling_config=api.ScalingConfig(
             num_workers=len(choice.node_ids),
             use_gpu=order.device == "cuda",
-            resources_per_worker={resource_of(order.device): choice.share_size},
-            label_selector=[{NODE_LABEL: node_id} for node_id in choice.node_ids],
+            resources_per_worker=share_resources(order.device, choice),
+            label_selector=share_pins(choice),
         ),
         run_config=api.RunConfig(
             name=f"attempt-{order.attempt}",

@@ -88,6 +88,9 @@ class World:
     def node_of(self, line: int) -> tuple[str, str]:
         return "n0", "node0"
 
+    def reservation_problems(self):
+        return ()
+
     def trouble(self) -> NodeTrouble:
         return self.nodes_trouble
 
@@ -396,7 +399,7 @@ def test_a_rank_killed_for_memory_ends_the_run_and_names_the_next_plan():
 def test_a_slow_rank_is_named_and_left_alone():
     def slow(world):
         world.all_ready()
-        for step in range(1, 8):
+        for step in range(1, 12):
             beats = dict.fromkeys((0, 1), ("stepping", step, 0.0, False))
             world.says(kind="beats", beats=beats, paces={0: 0.1, 1: 0.9})
         world.wait(6.0)

@@ -20,7 +20,7 @@ def paces(stragglers: Stragglers, steps: range, **slow: float) -> None:
 
 def test_a_rank_that_needs_much_longer_than_the_middle_one_is_named_once():
     stragglers = Stragglers()
-    paces(stragglers, range(1, 7), rank2=0.9)
+    paces(stragglers, range(1, 12), rank2=0.9)
     (found,) = stragglers.slow()
     assert (found.rank, found.own_seconds, found.median_seconds) == (2, 0.9, 0.2)
     assert stragglers.slow() == []
@@ -28,39 +28,39 @@ def test_a_rank_that_needs_much_longer_than_the_middle_one_is_named_once():
 
 def test_one_long_step_is_a_hiccup():
     stragglers = Stragglers()
-    paces(stragglers, range(1, 5))
-    paces(stragglers, range(5, 6), rank2=9.0)
+    paces(stragglers, range(1, 12))
+    paces(stragglers, range(12, 13), rank2=9.0)
     assert stragglers.slow() == []
 
 
 def test_a_step_that_is_told_twice_counts_once():
     stragglers = Stragglers()
-    for _ in range(9):
+    for _ in range(19):
         stragglers.note({0: 0.2, 1: 0.9}, {0: 1, 1: 1})
     assert stragglers.slow() == []
 
 
 def test_of_two_ranks_the_slower_one_is_named():
     stragglers = Stragglers()
-    for step in range(6):
+    for step in range(11):
         stragglers.note({0: 0.2, 1: 0.9}, {0: step, 1: step})
     assert [found.rank for found in stragglers.slow()] == [1]
 
 
 def test_small_differences_are_nobodys_business():
     stragglers = Stragglers()
-    for step in range(6):
+    for step in range(11):
         stragglers.note({0: 0.001, 1: 0.004}, {0: step, 1: step})
     assert stragglers.slow() == []
 
 
 def test_a_rank_that_recovers_and_becomes_slow_again_is_named_again():
     stragglers = Stragglers()
-    paces(stragglers, range(1, 7), rank2=0.9)
+    paces(stragglers, range(1, 12), rank2=0.9)
     assert stragglers.slow()
-    paces(stragglers, range(7, 13))
+    paces(stragglers, range(12, 23))
     assert stragglers.slow() == []
-    paces(stragglers, range(13, 19), rank2=0.9)
+    paces(stragglers, range(23, 34), rank2=0.9)
     assert [found.rank for found in stragglers.slow()] == [2]
 
 

@@ -36,9 +36,9 @@ def wait_until(condition: Callable[[], Any], what: str) -> Any:
 
 
 class Nodes:
-    """A head without slots, and nodes of `slots` CPU slots each."""
+    """A head without slots, and nodes of `slots` CPU slots and `gpus` pretended GPUs each."""
 
-    def __init__(self, nodes: int, slots: int = 1, step_seconds: float = 0.1) -> None:
+    def __init__(self, nodes: int, slots: int = 1, gpus: int = 0, step_seconds: float = 0.1) -> None:
         from ray.cluster_utils import Cluster
 
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
@@ -51,15 +51,15 @@ class Nodes:
         # On a machine that is busy with other things a node may answer late; it is not dead for that.
         system = {"_system_config": {"health_check_failure_threshold": 100}}
         self._cluster = Cluster(initialize_head=True, head_node_args={**self._small, **head, **system})
-        self._slots = slots
+        self._slots, self._gpus = slots, gpus
         self._by_id: dict[str, Any] = {}
         self.address = self._cluster.address
         for _ in range(nodes):
             self.add()
 
-    def add(self) -> str:
-        """Another node; its id."""
-        node = self._cluster.add_node(num_cpus=self._slots, **self._small)
+    def add(self, **more: Any) -> str:
+        """Another node, with `more` of what Ray lets a node have; its id."""
+        node = self._cluster.add_node(num_cpus=self._slots, num_gpus=self._gpus, **self._small, **more)
         self._by_id[node.node_id] = node
         return str(node.node_id)
 

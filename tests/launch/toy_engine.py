@@ -55,7 +55,11 @@ def run(task: RankTask, link: RankLink) -> None:
     saved = Path(task.run_directory) / "saved"
     link.beat("rendezvous", 0)
     barrier = _Barrier(task, link)
-    link.report({"kind": "ready", "rank": task.rank, "host": socket.gethostname(), "pid": os.getpid(), "device": "cpu"})
+    # With pretended GPUs the toy says which of those that its supervisor holds it would take.
+    device = f"cuda:{task.local_rank}" if task.plan.config.cluster.device == "cuda" else "cpu"
+    link.report(
+        {"kind": "ready", "rank": task.rank, "host": socket.gethostname(), "pid": os.getpid(), "device": device}
+    )
     link.beat("loading", 0)
     first = int(saved.read_text()) + 1 if saved.exists() else 1
     print(f"rank {task.rank} starts at step {first}")

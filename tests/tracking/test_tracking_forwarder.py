@@ -49,6 +49,10 @@ class Server:
                 [*command, *store, *files], cwd=self.folder, env=environment, stdout=log, stderr=log
             )
 
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def wait(self) -> None:
         wait_until(self._answers, f"the MLflow server answers (see {self.folder / 'server.log'})")
 
