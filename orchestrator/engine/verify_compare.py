@@ -121,7 +121,7 @@ def _differences(
         norms += [(abs(rank.norms[step] - norm) / max(norm, 1e-30), where) for rank in ranks]
     for step, found in enumerate(gradients):
         tensors += _tensors(found, reference.gradients[step], limits.small, f" in step {step + 1}")
-    after = _tensors(weights, reference.weights, limits.small, f" after step {len(reference.losses)}")
+    after = _tensors(weights, reference.weights, 1.0, f" after step {len(reference.losses)}")
     return (
         _largest("loss", limits.loss, losses),
         _largest("gradient", limits.gradient, tensors),

@@ -39,6 +39,8 @@ SPREAD = 0.2
 CLIP = 0.5
 """Largest norm where the plan clips: below what the toys' gradients have, so that clipping is at work."""
 LEARNING_RATE = {"adamw": 1e-2, "sgd": 0.2}
+EPSILON = 1e-6
+"""Least `eps` of AdamW: a smaller one makes steps of gradients that are nothing but rounding (the bias of keys)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ def _reduction(plan: RunPlan, parallel: ParallelFacts, axes: Axes) -> Reduction:
             "stage_layers": counts or "auto",
         },
         "training": _training(config, parallel, axes),
-        "optimizer": {"lr": LEARNING_RATE[config.optimizer.name]},
+        "optimizer": {"lr": LEARNING_RATE[config.optimizer.name], "eps": max(EPSILON, config.optimizer.eps)},
     }
     values = config.to_dict()
     values["optimizer"]["schedule"] |= {"name": "constant", "warmup_steps": 0}
