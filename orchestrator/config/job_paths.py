@@ -34,8 +34,8 @@ def in_a_job(environment: Mapping[str, str]) -> bool:
 
 
 def is_relative(place: str) -> bool:
-    """Whether a path depends on the current folder; an object store's address does not."""
-    return not is_url(place) and not Path(place).expanduser().is_absolute()
+    """Whether a path depends on the current folder, or on whose home `~` is; an object store's address does not."""
+    return not is_url(place) and not Path(place).is_absolute()
 
 
 def output_problems(config: RunConfig) -> list[Problem]:

@@ -192,7 +192,7 @@ def _paths(answered: Answered, driver: Driver) -> list[Problem]:
         if not blind:
             continue
         if path in driver.fresh:
-            what = f"{_named(blind)} do not see what is written to it here: it is no folder that they share"
+            what = f"what is written to it here is not seen on {_named(blind)}: it is no folder that all nodes share"
             fix = f"Give {key} a folder that every node mounts at the same path (infra/README.md says how)."
         else:
             what = f"{path} does not exist on {_named(blind)}"
