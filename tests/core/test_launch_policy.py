@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -137,3 +138,12 @@ def test_the_event_of_a_restart_names_its_class_and_how_far_its_budget_is_used()
     decision = decide(fresh(max_hangs=5), fail("hang"))
     event = restart_event(decision, "hang", "rank 1 is silent", attempt=1)
     assert (event["what"], event["cause"], event["budget"]) == ("ranks", "hang", "hang 1 of 5")
+
+
+def test_the_readme_tells_what_follows_every_class_of_failure_by_its_key():
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    table = readme[readme.index("### What happens when something fails") :]
+    budgets = [key for key in FaultToleranceConfig.model_fields if key.startswith("max_")]
+    assert budgets
+    for key in (*budgets, "step_timeout_seconds", "replan_after_seconds", "preemption_file", "on_nan", "spike_factor"):
+        assert f"`{key}`" in table, key

@@ -185,10 +185,13 @@ class Command:
 
     def place(self, rank: int, *, attempt: int) -> dict[str, Any]:
         """Where a rank of `attempt` is: node_id, pid."""
-        self.wait(lambda: len(self.events("ready")) >= attempt, f"attempt {attempt} is ready")
-        table = json.loads((self.run / "placement.json").read_text(encoding="utf-8"))
-        found: dict[str, Any] = next(entry for entry in table if entry["rank"] == rank)
-        return found
+
+        def found() -> dict[str, Any] | None:
+            ready = [event for event in self.events("ready") if event["attempt"] == attempt]
+            return ready[0]["ranks"][rank] if ready else None
+
+        identity: dict[str, Any] = found() or self.wait(found, f"attempt {attempt} is ready")
+        return identity
 
     def newest(self) -> int:
         """Step of the newest complete checkpoint; 0: none."""

@@ -59,6 +59,13 @@ def test_free_resources_are_known_node_by_node():
     assert not inspect.signature(available_resources_per_node).parameters
 
 
+def test_nodes_that_are_drained_are_listed_with_the_moment_of_their_end():
+    from ray._private.state import state
+
+    assert not inspect.signature(state.get_draining_nodes).parameters
+    assert "ms" in inspect.getdoc(state.get_draining_nodes)
+
+
 def test_loopback_stays_loopback_when_no_other_machine_will_join():
     from ray._private import ray_constants, services
 
