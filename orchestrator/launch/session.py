@@ -36,6 +36,8 @@ _ENVIRONMENT = {
 }
 """Set before Ray is imported; what the user has set stays."""
 _LOCAL_ENVIRONMENT = {
+    # Ray would end a supervisor when memory is short; the kernel ends the rank that takes it, and that can be named.
+    "RAY_memory_monitor_refresh_ms": "0",
     # Workers that Ray starts in advance lack Ray Train's variables, so they are never used.
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
