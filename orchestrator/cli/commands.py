@@ -14,6 +14,7 @@ SUMMARIES = {
     "train": "plan, check, place and run the training (also when no command is given)",
     "plan": "what the training would need and cost: layout, memory, time, every problem; starts nothing",
     "search": "every legal plan for this model on these GPUs, ranked",
+    "dryrun": "the engine's own step for one rank of each kind, without GPUs: exact tensor memory, traffic, FLOPs",
     "verify": "prove on CPU processes that the plan, made small, is the same training as one process",
     "checkpoint": "list, verify, export and import checkpoints; Hugging Face weights in and out",
     "inventory": "what the live Ray cluster has, and its declaration as conf/cluster/NAME.yaml",

@@ -60,10 +60,13 @@ def run(invocation: Invocation) -> int:
 
 def train(plan: RunPlan, invocation: Invocation, started: float) -> int:
     """Launch a plan that has passed every check; `started` is when the command began, in `time.time()`."""
+    from orchestrator.tracking.dryruns import NAME, kept_for
     from orchestrator.tracking.run_directory import open_run
 
     with contextlib.closing(open_run(plan.config, plan)) as directory:
         print("\n".join(closing.opening_lines(plan, directory)), flush=True)
+        if (simulated := kept_for(plan)) is not None:
+            directory.write_json(NAME, simulated)
         print_warnings((*chosen(plan), *warn(derive(plan.config))))
         print("starting Ray and the ranks", flush=True)
         return _EXIT_CODES[_launch_and_record(plan, directory, invocation, started)]

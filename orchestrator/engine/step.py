@@ -128,5 +128,11 @@ def _whole(mesh: Mesh, loss: Tensor, squared: Tensor) -> tuple[float, float]:
         values[0] = 0.0
     if mesh.whole.size() > 1:
         dist.all_reduce(values)
-    loss_value, squared_value = values.tolist()
+    loss_value, squared_value = read(values)
     return loss_value, math.sqrt(squared_value) if squared_value >= 0 else math.nan
+
+
+def read(values: Tensor) -> list[float]:
+    """Numbers of the device, once it has computed them."""
+    numbers: list[float] = values.tolist()
+    return numbers

@@ -1,0 +1,75 @@
+"""What the planner says of one pipeline rank, in the terms in which the engine's own doing is counted.
+
+Bytes by category, collectives by axis and kind, FLOPs: what `dryrun` puts beside its simulated figures. The arithmetic
+is that of `memory.py`, `traffic.py` and `architecture.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from orchestrator.plan.profiles import profile_named
+from orchestrator.plan.run_plan import RunPlan
+from orchestrator.plan.step_seconds import Load, loads
+from orchestrator.plan.system_profile import SystemProfile
+from orchestrator.plan.traffic import Transfer, boundary_bytes, boundary_sends, data_transfers, tensor_transfers
+from orchestrator.plan.work import Work, work_of
+
+CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "activations", "logits", "buffers")
+"""Categories of bytes that are tensors; the reserve is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRank:
+    """The planner's figures of a rank and step."""
+
+    memory: dict[str, int]
+    """Bytes at the peak by category."""
+    reserve_bytes: int
+    host_bytes: int
+    collectives: dict[str, tuple[int, int]]
+    """(input bytes, calls) by axis: `tensor`, `pipeline`, `data` (replicas of a sharded copy included)."""
+    flops: int
+    """Of matrix products and attention, recomputed ones included, nothing halved for the causal mask."""
+
+
+def planned_rank(plan: RunPlan, pipeline_rank: int) -> PlannedRank:
+    """What the plan says of the first rank of a pipeline rank. `plan` has memory."""
+    assert plan.parallel is not None and plan.memory is not None, "a plan without degrees has no ranks"
+    memory = plan.memory.pipeline_ranks[pipeline_rank]
+    work, profile = work_of(plan.config, plan.parallel), profile_named(plan.profile)
+    load = loads(work)[pipeline_rank]
+    return PlannedRank(
+        memory={category: getattr(memory, f"{category}_bytes") or 0 for category in CATEGORIES},
+        reserve_bytes=memory.reserve_bytes or 0,
+        host_bytes=memory.host_bytes or 0,
+        collectives=_collectives(work, profile, load, pipeline_rank),
+        flops=step_flops(work, load),
+    )
+
+
+def _collectives(work: Work, profile: SystemProfile, load: Load, rank: int) -> dict[str, tuple[int, int]]:
+    sends = boundary_sends(work, rank)
+    data = data_transfers(work, profile, load.elements, load.units(work.architecture.tied)).all
+    return {
+        "tensor": _sum(tensor_transfers(work, load.layers, int(load.embedding) + int(load.head))),
+        "pipeline": (round(sends * boundary_bytes(work, profile)), sends),
+        "data": _sum(data),
+    }
+
+
+def _sum(transfers: tuple[Transfer, ...]) -> tuple[int, int]:
+    return round(sum(each.input_bytes for each in transfers)), round(sum(each.calls for each in transfers))
+
+
+def step_flops(work: Work, load: Load) -> int:
+    """FLOPs of a pipeline rank in a step. Forward once, backward twice; flash attention computes the scores again."""
+    model, tensor = work.architecture, work.parallel.tensor
+    products = sum(2 * work.tokens * prod(weight.shape) // tensor for weight in model.block if weight.matmul)
+    pairs = work.tokens * work.sequence_length * (model.heads // tensor)
+    attention = 4 * pairs * model.head_dim
+    again = {"full": products + attention}.get(work.recompute, 0)
+    block = 3 * products + attention * 7 // 2 + again
+    head = 6 * work.tokens * model.hidden * -(-model.vocab // tensor) if load.head else 0
+    return work.parallel.micro_batches * (load.layers * block + head)
