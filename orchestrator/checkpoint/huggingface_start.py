@@ -18,9 +18,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 _PROBE = (
     "The quick brown fox jumps over 13 lazy dogs, 2024-05-31.\n\n\tdef f(x): return x**2  # naïve café\r\n"
-    "Größe, 你好，世界! Привет мир — שלום, 😀 <|endoftext|> </s> ..."
+    "Größe, 你好，世界! Привет мир — שלום, 😀 </a> ..."
 )
-"""Text whose ids differ between any two tokenizers that are not the same."""
+"""Text whose ids differ between tokenizers that are not the same; without the words of special tokens, which a text
+seldom holds and `bytes` does not know."""
 
 
 def problems_of_weights(config: RunConfig, path: Path) -> list[Problem]:

@@ -6,6 +6,8 @@ their weights.
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +16,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from orchestrator.checkpoint.manifest import describe
+from orchestrator.checkpoint.write import save
 from orchestrator.engine.build import build
-from orchestrator.engine.mesh import build_mesh
+from orchestrator.engine.mesh import Mesh, build_mesh
 from orchestrator.engine.start_weights import load_huggingface
-from orchestrator.engine.state import after_loading, saved_parameters
+from orchestrator.engine.state import after_loading, saved_parameters, state_of
 from orchestrator.engine.step import Parts
 from orchestrator.plan.run_plan import RunPlan
 
 CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What ranks load, and what they do with it."""
+
+    plan: RunPlan
+    folder: Path
+    tokens: Tensor
+    gather: bool = True
+    """Whether to hand back whole parameters."""
+    checkpoints: Path | None = None
+    """Where to save a checkpoint of it; None: nowhere."""
 
 
 @dataclass(frozen=True)
@@ -32,22 +49,50 @@ class Loaded:
     """[b, s, v]; only ranks with the head have them."""
     parameters: dict[str, Tensor]
     """Whole parameters of this rank's stages, gathered; empty where they were not asked for."""
+    growth_bytes: int
+    """By how much the process grew, at most, while it loaded."""
 
 
-def loaded(rank: int, world: int, plan: RunPlan, folder: Path, tokens: Tensor, gather: bool) -> Loaded:
-    """Load the folder under the plan (collective)."""
+def loaded_under(rank: int, world: int, cases: list[Case]) -> list[Loaded]:
+    """Every case in turn (collective)."""
     torch.set_num_threads(1)
-    assert plan.parallel is not None
-    parts = build(plan, build_mesh(plan.parallel, "cpu"), CPU)
-    load_huggingface(folder, parts, plan.config.model)
+    meshes: dict[tuple[int, ...], Mesh] = {}  # making one means making many groups
+    results = []
+    for case in cases:
+        parallel = case.plan.parallel
+        assert parallel is not None
+        key = (parallel.pipeline, parallel.replicate, parallel.zero_group, parallel.context, parallel.tensor)
+        if key not in meshes:
+            meshes[key] = build_mesh(parallel, "cpu")
+        results.append(_loaded(rank, world, case, meshes[key]))
+    return results
+
+
+def _loaded(rank: int, world: int, case: Case, mesh: Mesh) -> Loaded:
+    plan = case.plan
+    parts = build(plan, mesh, CPU)
+    grown = peak_growth()
+    load_huggingface(case.folder, parts, plan.config.model)
+    growth_bytes = grown()
     after_loading(parts)
-    whole = {name: _whole(parameter) for name, parameter in saved_parameters(parts).items()} if gather else {}
-    return Loaded(_logits(parts, plan, rank, world, tokens), whole)
+    if case.checkpoints is not None:
+        facts = describe(plan, step=3, tokens=7, data_fingerprint="", data_position={})
+        save(case.checkpoints, 3, state_of(parts), facts)
+    whole = {name: _whole(parameter) for name, parameter in saved_parameters(parts).items()} if case.gather else {}
+    return Loaded(_logits(parts, plan, rank, world, case.tokens), whole, growth_bytes)
 
 
-def loaded_under(rank: int, world: int, cases: list[tuple[RunPlan, Path, Tensor]]) -> list[Loaded]:
-    """Every case in turn, with weights gathered."""
-    return [loaded(rank, world, *case, True) for case in cases]
+def peak_growth() -> Callable[[], int]:
+    """Forget the peak of this process's memory; the function gives by how many bytes it has grown since, at most."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status_bytes("VmRSS")
+    return lambda: _status_bytes("VmHWM") - before
+
+
+def _status_bytes(field: str) -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024
 
 
 def _whole(parameter: Tensor) -> Tensor:
@@ -70,7 +115,8 @@ def _logits(parts: Parts, plan: RunPlan, rank: int, world: int, tokens: Tensor) 
     if place < depth - 1:
         dist.send(output.contiguous(), rank + neighbours)
         return None
-    return output.full_tensor() if isinstance(output, DTensor) else output
+    whole = output.full_tensor() if isinstance(output, DTensor) else output
+    return whole[..., : plan.config.model.vocab_size]  # a padded vocabulary has more
 
 
 def _stream_shape(plan: RunPlan, tokens: Tensor) -> tuple[int, int, int]:
