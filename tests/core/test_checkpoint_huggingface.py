@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from orchestrator.checkpoint.huggingface_folder import is_huggingface, match, op
 from orchestrator.checkpoint.huggingface_tokenizer import byte_letters, tokenizer_files
 from orchestrator.checkpoint.safetensors_file import header_bytes, read_blocks, read_header, same_values
 from orchestrator.checkpoint.start import check_start
+from orchestrator.cli.invocation import parse
 from orchestrator.config.compose import load_config
 from orchestrator.config.model_folder import FolderError, model_of
 from orchestrator.config.schema import ModelConfig, RunConfig
@@ -344,3 +346,22 @@ def test_the_path_of_a_checkpoint_is_a_model_too(tmp_path: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps({"config": config.to_dict()}))
     assert load_config([f"model={folder}"]).model == config.model
     shutil.rmtree(folder)
+
+
+# What the README says
+
+
+def test_the_commands_of_the_readme_are_accepted(tmp_path: Path) -> None:
+    folder = write(tmp_path / "hf", changes={"max_position_embeddings": 512})
+    tokenizer_files("bytes").write(folder)
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    block = readme.partition("<!-- commands: huggingface -->\n```bash\n")[2].partition("```")[0]
+    first, *commands = block.strip().splitlines()
+    assert first.startswith("HF=")
+    typed = [parse(shlex.split(line.replace("$HF", str(folder)))[3:]) for line in commands]
+    assert [one.problems for one in typed] == [[], [], []]
+    assert [" ".join(one.overrides[:1]) for one in typed[1:]] == ["import", "export"]
+    assert typed[2].options == {"--dtype": "bf16", "--max-shard-size": "2GB"}
+    config = typed[0].load()
+    assert config.model == model_of(folder)
+    assert check_start(config) == ()
