@@ -21,6 +21,7 @@ _NUMBER_WORDS = (
     (numbers.CountOrZero, "a whole number of at least 0"),
     (numbers.Real, "a number"),
     (numbers.Positive, "a number above 0"),
+    (numbers.AboveOne, "a number above 1"),
     (numbers.PositiveOrZero, "a number of at least 0"),
     (numbers.Fraction, "a number of at least 0 and below 1"),
 )
