@@ -34,11 +34,14 @@ class FileLink:
     def beat(self, phase: str, step: int) -> None:
         """Note when each phase first began; before a step, wait for our turn."""
         self.phases.setdefault(phase, time.time())
-        if phase == "stepping":
+        if phase == "reading":
             self._gate.wait()
 
     def pace(self, own_seconds: float) -> None:
         """Not looked at."""
+
+    def pace(self, own_seconds: float) -> None:
+        """Nobody looks for a slow rank here."""
 
     def report(self, event: dict[str, Any]) -> None:
         """Keep the event."""
@@ -126,9 +129,9 @@ def _profile_steps(path: str, load: Any) -> None:
     advance = train._advance
     steps = 0
 
-    def counted(*values: Any) -> None:
+    def counted(*values: Any, **options: Any) -> None:
         nonlocal steps
-        advance(*values)
+        advance(*values, **options)
         steps += 1
         profiler.step()
         if steps == load.steps:

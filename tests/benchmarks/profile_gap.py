@@ -1,9 +1,10 @@
-"""Where a difference in speed lies: our engine and the plain DDP loop, operator by operator.
+"""Where a difference in speed lies: our engine and a rival's loop, operator by operator.
 
 Runs both without Ray under torch.profiler and prints the operators whose own time differs most, in milliseconds a step
 of rank 0.
 
     python -m tests.benchmarks.profile_gap --precision fp32
+    python -m tests.benchmarks.profile_gap --rival rival_fsdp --zero_stage 3
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ _ROWS = 25
 def main() -> None:
     """Profile both and print the difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    load, _ = Workload.from_arguments(parser)
+    parser.add_argument("--rival", choices=("rival_ddp", "rival_fsdp"), default="rival_ddp")
+    load, arguments = Workload.from_arguments(parser)
     with tempfile.TemporaryDirectory(prefix="profile-") as folder:
         ours = profile("tests.benchmarks.engine_ranks", load, Path(folder), [f"--run_directory={folder}"])
-        rival = profile("tests.benchmarks.rival_ddp", load, Path(folder), [])
+        rival = profile(f"tests.benchmarks.{arguments.rival}", load, Path(folder), [])
     print(f"{'own ms a step':<52}{'ours':>16}{'rival':>16}{'difference':>12}")
     print(f"{'all operators':<52}{_total(ours):>16.1f}{_total(rival):>16.1f}{_total(ours) - _total(rival):>12.1f}")
     nothing = (0.0, 0.0)
