@@ -216,3 +216,16 @@ class Command:
         """Let a rank write no file larger than this, as on a full disk; -1: as large as it likes."""
         pid = self.place(rank, attempt=attempt)["pid"]
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
+
+
+def undisturbed(folder: Path, *, steps: int, ranks: int = 2) -> list[dict[str, Any]]:
+    """The record of the same training without Ray and without faults."""
+    from orchestrator import load_config, make_plan
+    from orchestrator.tracking.metrics_log import read_records
+    from tests.engine.cases import tasks_of
+    from tests.engine.gloo import live
+
+    sizes = Command.settings(ranks=ranks, steps=steps, cache=folder / "cache")
+    plan = make_plan(load_config([*sizes, f"run.directory={folder}", f"tracking.uri=sqlite:///{folder / 'x.db'}"]))
+    live(tasks_of(plan, folder / "alone"))
+    return list(read_records(folder / "alone" / "metrics.jsonl"))

@@ -1,8 +1,10 @@
-"""Placement on real raylets with pretended GPUs: read back from Ray's own table, and confirmed by every rank."""
+"""On real raylets: placement read back from Ray's own table and confirmed by every rank; a run that loses a rank and a
+node."""
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ from orchestrator.placement.topology import LocatedShare, PlacedRank, need_of
 from orchestrator.plan.run_plan import RunPlan
 from tests.launch.conftest import start_toy
 from tests.launch.plans import cuda_plan
-from tests.launch.soak import Nodes
+from tests.launch.soak import Command, Nodes, undisturbed
 
 pytestmark = pytest.mark.ray
 
@@ -105,6 +107,39 @@ class _Holder:
         actor = ray.remote(cls).options(**options, label_selector={"ray.io/node-id": node_id}).remote()
         assert ray.get(actor.here.remote())
         return node_id
+
+
+def test_a_killed_rank_and_a_preempted_node_cost_time_and_nothing_else(
+    partly_busy: tuple[Nodes, list[str]], tmp_path: Path
+) -> None:
+    """Two faults, two ranks, two nodes to spare: the small sister of the soak (`test_failures_soak.py`)."""
+    nodes, _ = partly_busy
+    words = ("checkpoint.every_steps=10", f"tracking.uri=sqlite:///{tmp_path / 'mlflow.db'}")
+    hurt = Command(nodes, tmp_path, "hurt", ranks=2, steps=30, words=words)
+    try:
+        hurt.start()
+        hurt.wait_for_steps(13, attempt=1)
+        hurt.signal(1, signal.SIGKILL, attempt=1)
+        hurt.wait_for_steps(5, attempt=2)
+        leaving = hurt.place(1, attempt=2)["node_id"]
+        nodes.drain(leaving, seconds=60)
+        code, said = hurt.ended()
+        left = nodes.ranks_running()
+    finally:
+        hurt.kill()
+    assert code == 0, said
+    assert left == []
+    first, second, third = hurt.summary()["attempts"]
+    assert [first["cause"], second["cause"], third["cause"]] == ["crash", "preemption", "finished"]
+    assert second["resumed_step"] == 10
+    assert third["resumed_step"] == second["last_step"], "the ranks save before they move"
+    assert hurt.place(1, attempt=3)["node_id"] != leaving
+    assert second["recovery_seconds"] is not None
+    assert third["recovery_seconds"] is not None
+    assert [record["step"] for record in hurt.records()] == list(range(1, 31))
+    alone = undisturbed(tmp_path, steps=30)
+    assert [record["loss"] for record in hurt.records()] == [record["loss"] for record in alone]
+    assert [record["samples"] for record in hurt.records()] == [record["samples"] for record in alone]
 
 
 @pytest.mark.slow
