@@ -217,6 +217,7 @@ def commit(draft: Draft, manifest: Manifest) -> Folder:
             abandon(draft)
         else:
             folder.write_whole(MANIFEST_NAME, text)
+            _remove_others(folder, draft.prefix.rstrip("/"))
         return folder
     folder.write_whole(MANIFEST_NAME, text)
     final = folder.parent().child(step_name(manifest.step))
@@ -226,3 +227,15 @@ def commit(draft: Draft, manifest: Manifest) -> Folder:
             return final
         set_aside(final, BROKEN)
     return folder.rename(final.name)
+
+
+def _remove_others(folder: Folder, own: str) -> None:
+    """Delete what earlier saves of the same step have left in an object store: killed ones, or one found damaged."""
+    try:
+        for name in folder.folders():
+            if name != own:
+                folder.child(name).remove()
+        if _has(folder, f"{BROKEN}{MANIFEST_NAME}"):
+            folder.remove_file(f"{BROKEN}{MANIFEST_NAME}")
+    except OSError as error:
+        _LOG.warning("Left-overs in %s could not be deleted (%s).", folder, error)

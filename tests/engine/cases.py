@@ -66,7 +66,9 @@ def tiny_plan(**changes: Any) -> RunPlan:
     return replace(plan, config=tiny_config(**changes)) if fp16 else plan
 
 
-def tasks_of(plan: RunPlan, directory: Path, *, attempt: int = 1) -> list[RankTask]:
+def tasks_of(
+    plan: RunPlan, directory: Path, *, attempt: int = 1, environment: dict[str, str] | None = None
+) -> list[RankTask]:
     """A task for every rank of a plan, as one node share would get them."""
     directory.mkdir(parents=True, exist_ok=True)
     return [
@@ -79,7 +81,7 @@ def tasks_of(plan: RunPlan, directory: Path, *, attempt: int = 1) -> list[RankTa
             attempt=attempt,
             threads=1,
             command_started=time.time(),
-            environment={},
+            environment=environment or {},
         )
         for place in plan.ranks
     ]

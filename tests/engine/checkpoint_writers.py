@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -27,6 +28,8 @@ class Writing:
     """Where the ranks meet, on this machine; 0 for one rank."""
     group: str
     """A name of their own in the store at that port."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """What a writer needs to reach an object store."""
 
 
 def state_of(step: int, numbers: int, ranks: list[int]) -> dict[str, dict[str, torch.Tensor]]:
@@ -41,6 +44,7 @@ def save_without_end(said: Connection, writing: Writing, rank: int) -> None:
     Ends by itself only when a save fails, which here means that another rank is dead.
     """
     torch.set_num_threads(1)
+    os.environ.update(writing.environment)
     if writing.ranks > 1:
         meeting = dist.TCPStore("127.0.0.1", writing.port, is_master=False, timeout=timedelta(seconds=60))
         store = dist.PrefixStore(writing.group, meeting)
