@@ -1,6 +1,6 @@
 """The ordered set-up of a rank's part of the model: one call a line, each in the only order that works.
 
-The list, in full: meta device, pipeline cut, tensor parallel, activation checkpointing, compile, data parallel,
+The list, in full: meta device, pipeline cut, tensor parallel, activation checkpointing, compile, loss, data parallel,
 allocate, initialise, optimizer, load checkpoint (`state.py`, called by `rank.py`, which knows where from). Nothing here
 validates: what the engine cannot run is refused by `plan/engine_rules.py` before a process starts.
 """
@@ -18,6 +18,7 @@ from orchestrator.config.schema import ModelConfig
 from orchestrator.engine.compilation import apply_compile
 from orchestrator.engine.data_parallel import apply_data_parallel
 from orchestrator.engine.gradients import counted_once
+from orchestrator.engine.head import loss_head
 from orchestrator.engine.initialise import initialise
 from orchestrator.engine.loss_scale import LossScale
 from orchestrator.engine.mesh import Mesh
@@ -46,6 +47,7 @@ def build(plan: RunPlan, mesh: Mesh, device: torch.device) -> Parts:
         apply_recompute(blocks, config.training.activation_checkpointing, dropout=has_dropout(config.model))
         if config.training.compile:
             apply_compile(blocks)
+    head = loss_head(plan, mesh, stages, table)
     data_parallel = [apply_data_parallel(stage, mesh, config.parallel, table, policy) for stage in stages]
     for stage in stages:
         allocate(stage, device, offload=config.parallel.offload == "all")
@@ -56,7 +58,10 @@ def build(plan: RunPlan, mesh: Mesh, device: torch.device) -> Parts:
     return Parts(
         stages=tuple(stages),
         data_parallel=tuple(data_parallel),
-        pipeline=build_pipeline(plan, mesh, stages, data_parallel, compute_dtype(config.training.precision), device),
+        pipeline=build_pipeline(
+            plan, mesh, stages, data_parallel, head, compute_dtype(config.training.precision), device
+        ),
+        head=head,
         tied=tied,
         parameters=parameters,
         counted=counted_once(parameters) - {spec.name for spec in specs if spec.tied_to is not None},

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from orchestrator.data.dataset import TokenDataset
 from orchestrator.engine.feed import micro_batch, unlearned
-from orchestrator.engine.loss import IGNORED, loss_context, summed_loss
+from orchestrator.engine.loss import IGNORED
 from orchestrator.engine.step import MicroBatch, Parts
 
 
@@ -47,8 +47,7 @@ def evaluate(parts: Parts, dataset: TokenDataset, sequences: int, batch: int) ->
         read = (
             micro_batch(dataset.sample(chosen), parts.device) if chosen.size else unlearned((1, length), parts.device)
         )
-        with loss_context(parts.mesh):
-            sums[0] += _summed(parts, read).double()
+        sums[0] += _summed(parts, read).double()
         sums[1] += (read.labels != IGNORED).sum()
     for stage, data_parallel in zip(parts.stages, parts.data_parallel, strict=True):
         stage.train()
@@ -67,4 +66,7 @@ def _summed(parts: Parts, read: MicroBatch) -> Tensor:
     if parts.pipeline is not None:
         return parts.pipeline.evaluate(read)
     (model,) = parts.stages
-    return summed_loss(model(read.inputs), read.labels)
+    assert parts.head is not None
+    with parts.head.learning(read.labels):
+        loss: Tensor = model(read.inputs)
+    return loss

@@ -9,6 +9,7 @@ handling: weights and gradients then stay whole within a step, as in stage 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from orchestrator.engine.data_parallel import DataParallel
-from orchestrator.engine.loss import summed_loss
+from orchestrator.engine.head import LossHead
 from orchestrator.engine.mesh import Mesh
 from orchestrator.plan.run_plan import RunPlan
 from orchestrator.plan.schedules import SPLIT_BACKWARDS
@@ -59,7 +60,31 @@ class _Hidden(nn.Module):
         return output
 
 
-class _Stage(PipelineStage):
+class _Learning(PipelineStage):
+    """A pipeline stage that, if it is the last, computes the loss: each of its forward passes gets its labels."""
+
+    step: _Step | None = None
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        """See torch's `PipelineStage`."""
+        if self.step is None:
+            return super().forward_one_chunk(fwd_chunk_id, *args, **options)
+        with self.step.head.learning(self.step.labels[fwd_chunk_id], self.step.share):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **options)
+
+
+@dataclass(slots=True)
+class _Step:
+    """What the last stage learns from in a step."""
+
+    head: LossHead
+    labels: list[Tensor]
+    """Of each micro-batch."""
+    share: float
+    """What each summed loss is multiplied with."""
+
+
+class _Stage(_Learning):
     """A pipeline stage that sets the switches of data parallelism before each of its backward passes."""
 
     def __init__(self, data_parallel: DataParallel, micro_batches: int, *args: Any, **options: Any) -> None:
@@ -92,28 +117,29 @@ class Pipeline:
     hidden: Tensor
     """What travels between stages, on the meta device."""
     device: torch.device
-    share: float = 1.0
-    """What each summed loss is multiplied with; set by `forward_backward`."""
+    head: LossHead | None
+    """None: the last stage is on another rank."""
+    last: _Learning | None = None
+    """The last stage, if it is here."""
 
     def forward_backward(self, batches: Sequence[MicroBatch], share: float) -> Tensor:
         """Run a step's micro-batches forward and backward (collective over the pipeline).
 
         Gives the sum of the losses, each multiplied with `share`; 0 on ranks that do not hold the last stage.
         """
-        self.share = share
         inputs = (torch.cat([batch.inputs for batch in batches]),) if 0 in self.numbers else ()
         losses: list[Tensor] = []
-        holds_last = len(self.holder) - 1 in self.numbers
-        target = torch.cat([batch.labels for batch in batches]) if holds_last else None
+        target = None
+        if self.head is not None and self.last is not None:
+            labels = [batch.labels for batch in batches]
+            self.last.step = _Step(self.head, labels, share)
+            # The schedule wants one; the stage itself has used the labels by then.
+            target = torch.cat(labels)
         self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for loss in losses:
             total += loss.detach()
         return total
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Loss of one micro-batch, for the schedule."""
-        return summed_loss(logits, labels) * self.share
 
     def evaluate(self, batch: MicroBatch) -> Tensor:
         """Summed loss of one batch without gradients, stage after stage; 0 where the last stage is not held."""
@@ -129,10 +155,15 @@ class Pipeline:
                 rows = (batch.inputs.shape[0], *self.hidden.shape[1:])
                 value = torch.empty(rows, dtype=self.hidden.dtype, device=self.device)
                 dist.recv(value, group=self.group, group_src=before)
-            value = self.stages[self.numbers.index(number)](value)
-        if mine != self.holder[-1]:
-            return torch.zeros((), device=self.device)
-        return summed_loss(value, batch.labels)
+            last = self.head is not None and number == len(self.holder) - 1
+            with self.head.learning(batch.labels) if self.head is not None and last else nullcontext():
+                value = self.stages[self.numbers.index(number)](value)
+        return value if mine == self.holder[-1] else torch.zeros((), device=self.device)
+
+
+def _output(loss: Tensor, labels: Tensor) -> Tensor:
+    """The last stage's output is the loss already."""
+    return loss
 
 
 def build_pipeline(
@@ -140,6 +171,7 @@ def build_pipeline(
     mesh: Mesh,
     stages: Sequence[nn.Module],
     data_parallel: Sequence[DataParallel],
+    head: LossHead | None,
     compute_dtype: torch.dtype,
     device: torch.device,
 ) -> Pipeline | None:
@@ -156,20 +188,18 @@ def build_pipeline(
     rows = config.training.micro_batch_size
     hidden = torch.empty(rows, length, config.model.hidden_size, dtype=compute_dtype, device="meta", requires_grad=True)
     tokens = torch.empty(rows, config.training.sequence_length, dtype=torch.int64, device="meta")
-    logits = torch.empty(
-        rows, config.training.sequence_length, config.model.vocab_size, device="meta", requires_grad=True
-    )
+    loss = torch.empty((), device="meta", requires_grad=True)
     total = len(parallel.stage_layers)
     group = mesh.whole["pipeline"].get_group()
-    wrapped: list[PipelineStage] = []
+    wrapped: list[_Learning] = []
     for stage, number, part in zip(stages, mesh.stages, data_parallel, strict=True):
         options: dict[str, Any] = {
             "input_args": tokens if number == 0 else hidden,
-            "output_args": logits if number == total - 1 else hidden,
+            "output_args": loss if number == total - 1 else hidden,
             "group": group,
         }
         if name in SPLIT_BACKWARDS:
-            wrapped.append(PipelineStage(stage, number, total, device, **options))
+            wrapped.append(_Learning(stage, number, total, device, **options))
         else:
             wrapped.append(_Stage(part, count, _Hidden(stage), number, total, device, **options))
     pipeline = Pipeline(
@@ -181,8 +211,10 @@ def build_pipeline(
         mesh=mesh,
         hidden=hidden,
         device=device,
+        head=head,
+        last=wrapped[mesh.stages.index(total - 1)] if total - 1 in mesh.stages else None,
     )
-    options = {"loss_fn": pipeline.loss, "scale_grads": False}
+    options = {"loss_fn": _output, "scale_grads": False}
     if name in SINGLE:
         pipeline.schedule = SINGLE[name](wrapped[0], count, **options)
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 
 from orchestrator.engine import gradients
 from orchestrator.engine.data_parallel import DataParallel
-from orchestrator.engine.loss import loss_context, summed_loss
+from orchestrator.engine.head import LossHead
 from orchestrator.engine.loss_scale import LossScale
 from orchestrator.engine.mesh import Mesh
+from orchestrator.engine.pace import OwnWork
 from orchestrator.engine.pipeline import Pipeline
 from orchestrator.engine.tied import TiedCopies
 
@@ -34,6 +36,8 @@ class Parts:
     """Of each stage."""
     pipeline: Pipeline | None
     """None: this rank holds the whole depth of the model."""
+    head: LossHead | None
+    """Of the last stage; None: another pipeline rank holds it."""
     tied: TiedCopies | None
     """Copies of a weight on the first and the last stage; None: there are none."""
     parameters: dict[str, nn.Parameter]
@@ -68,50 +72,63 @@ class StepResult:
     gradient_norm: float
     """Euclidean norm of the whole model's gradient before clipping."""
     applied: bool
-    """Whether the weights were updated: not when the loss or the gradient is not finite."""
+    """Whether the weights were updated: not when the loss or the gradient is not finite, or the loss above its
+    limit."""
     overflowed: bool = False
     """Whether that was only the loss scale of FP16, which has been halved since."""
 
 
-def train_step(parts: Parts, batches: Sequence[MicroBatch], tokens: int) -> StepResult:
+def train_step(
+    parts: Parts,
+    batches: Sequence[MicroBatch],
+    tokens: int,
+    *,
+    loss_limit: float = math.inf,
+    own: OwnWork | None = None,
+) -> StepResult:
     """Forward, backward and update over this rank's micro-batches (collective).
 
     `tokens` are the valid tokens of the whole global batch, all ranks and micro-batches; none at all gives loss 0 and a
-    zero gradient. A loss or gradient that is not finite leaves weights and optimizer untouched, on all ranks alike.
+    zero gradient. A loss or gradient that is not finite, or a loss above `loss_limit`, leaves weights and optimizer
+    untouched, on all ranks alike. `own` counts the parts without collectives.
     """
     # One multiplication in FP32; the divisor is exact there up to 2**24 tokens and right to the last digit beyond.
     loss_scale = 1.0 if parts.loss_scale is None else parts.loss_scale.value
     share = loss_scale / max(tokens, 1)
-    with loss_context(parts.mesh):
-        if parts.pipeline is None:
-            total = _accumulate(parts, batches, share)
-        else:
-            total = parts.pipeline.forward_backward(batches, share)
+    if parts.pipeline is None:
+        total = _accumulate(parts, batches, share, own)
+    else:
+        total = parts.pipeline.forward_backward(batches, share)
     if parts.tied is not None:
         parts.tied.sum_gradients()
     counted = [parameter for name, parameter in parts.parameters.items() if name in parts.counted]
     squared = gradients.squared_norm(gradients.local_gradients(counted))
     loss, norm = (value / loss_scale for value in _whole(parts.mesh, total, squared))
-    applied = math.isfinite(loss) and math.isfinite(norm)
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    applied = finite and loss <= loss_limit
     if applied:
         clip = 1.0 if parts.gradient_clip is None else gradients.clip_factor(norm, parts.gradient_clip)
         gradients.scale(gradients.local_gradients(parts.parameters.values()), clip / loss_scale)
-        parts.optimizer.step()
+        with nullcontext() if own is None else own.counted(when=own.update_is_own):
+            parts.optimizer.step()
     parts.optimizer.zero_grad(set_to_none=True)
     overflowed = False
     if parts.loss_scale is not None:
-        overflowed = math.isfinite(loss) and not applied and parts.loss_scale.helps
-        parts.loss_scale.after(overflowed=not applied)
+        overflowed = math.isfinite(loss) and not finite and parts.loss_scale.helps
+        parts.loss_scale.after(overflowed=not finite)
     return StepResult(loss=loss, gradient_norm=norm, applied=applied, overflowed=overflowed)
 
 
-def _accumulate(parts: Parts, batches: Sequence[MicroBatch], share: float) -> Tensor:
+def _accumulate(parts: Parts, batches: Sequence[MicroBatch], share: float, own: OwnWork | None) -> Tensor:
     """Forward and backward over the micro-batches; the sum of their losses, each multiplied with `share`."""
     (model,), (data_parallel,) = parts.stages, parts.data_parallel
+    assert parts.head is not None
     total = torch.zeros((), dtype=torch.float64, device=parts.device)
     for index, batch in enumerate(batches):
         data_parallel.begin_micro_batch(last=index == len(batches) - 1)
-        loss = summed_loss(model(batch.inputs), batch.labels) * share
+        forward = nullcontext() if own is None else own.counted(when=own.forward_is_own)
+        with parts.head.learning(batch.labels, share), forward:
+            loss = model(batch.inputs)
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     return total

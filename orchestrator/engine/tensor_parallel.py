@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -68,9 +68,30 @@ def _torch_style(style: Style, stream: Placement) -> ParallelStyle:
         "gather_input": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
         "colwise": ColwiseParallel(),
         "rowwise": RowwiseParallel(output_layouts=stream),
-        "vocabulary_head": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
+        "vocabulary_head": VocabularyHead(input_layouts=stream),
     }
     return styles[style]
+
+
+class VocabularyHead(ColwiseParallel):
+    """The output head, cut by rows of its weight; `head.py` computes with the plain parts, whole hidden states and all.
+
+    Each rank's gradient of the hidden state is that of its own rows, and is summed on the way back.
+    """
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
+    ) -> Tensor:
+        stream = DTensor.from_local(inputs[0], device_mesh, input_layouts, run_check=False)
+        whole: Tensor = stream.redistribute(placements=desired_input_layouts).to_local(grad_placements=[Partial()])
+        return whole
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Tensor, device_mesh: DeviceMesh
+    ) -> Tensor:
+        return outputs
 
 
 class Replicated(ParallelStyle):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from orchestrator.plan.loss_chunks import chunk_of, gradient_ahead, row_bytes
 from orchestrator.plan.system_profile import SystemProfile
 from orchestrator.plan.work import Work
 
@@ -112,10 +113,18 @@ def _gradients(work: Work, profile: SystemProfile) -> float:
 
 
 def logits_bytes(work: Work, profile: SystemProfile) -> float:
-    """The head of one micro-batch at its largest, in the backward pass of the loss: log-probabilities and two gradients
-    in FP32, cut over the tensor ranks, and what the final norm saved."""
-    vocabulary = -(-work.architecture.vocab // (work.parallel.tensor if profile.logits_cut else 1))
-    # A pipeline keeps the last stage's output, the logits themselves, beside what the loss works on.
-    output = work.activation_bytes if work.parallel.pipeline > 1 and profile.keeps_stage_outputs else 0
-    norm = (_norm_bytes(work, profile) + work.activation_bytes) * work.architecture.hidden
-    return float(work.tokens) * (vocabulary * (profile.logit_bytes + output) + norm)
+    """The head of one micro-batch at its largest: logits or what the loss works on, cut over the tensor ranks, and what
+    the final norm saved."""
+    rows = -(-work.architecture.vocab // (work.parallel.tensor if profile.logits_cut else 1))
+    hidden, element = work.architecture.hidden, work.activation_bytes
+    norm = float(work.tokens) * (_norm_bytes(work, profile) + element) * hidden
+    if profile.loss_in_chunks:
+        # Where gradients are not computed ahead, all micro-batches wait with their final hidden states.
+        waiting = 1 if gradient_ahead(work.parallel.schedule, work.parallel.pipeline) else work.parallel.micro_batches
+        chunk = chunk_of(work.tokens, hidden, element)
+        gradient = float(work.tokens) * hidden * element
+        return rows * row_bytes(chunk, work.tokens, hidden, element) + gradient + norm * waiting
+    # In the backward pass of the loss: log-probabilities and two gradients. A pipeline keeps the last stage's output,
+    # the logits themselves, beside what the loss works on.
+    output = element if work.parallel.pipeline > 1 and profile.keeps_stage_outputs else 0
+    return float(work.tokens) * rows * (profile.logit_bytes + output) + norm

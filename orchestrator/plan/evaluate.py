@@ -26,6 +26,8 @@ from orchestrator.plan.timeline import peak_kept
 from orchestrator.plan.traffic import context_transfers, tensor_transfers
 from orchestrator.plan.work import Work, work_of
 
+TIGHT = 0.98
+"""Share of a card above which a plan that fits may not: the planner's tensors are right to a few hundredths."""
 _LARGE_BYTES = 2.0**40
 """The reserve grows in proportion to what is used; its slope is read over a distance that floats resolve well."""
 
@@ -146,6 +148,10 @@ class Evaluator:
         """(by how much, why) the candidate does not fit; None when it does. The measure is need / capacity."""
         memories = self.memories(candidate)
         return gpu_shortage(memories, self.capacity_bytes) or host_shortage(memories, self.config.cluster)
+
+    def tight(self, candidate: Candidate) -> bool:
+        """Whether the fullest GPU is so full that the figures' own error decides (see `TIGHT`)."""
+        return max(memory.total_bytes or 0 for memory in self.memories(candidate)) > TIGHT * self.capacity_bytes
 
     def leanest_shortage(self, split: Split, schedule: Schedule, virtual_stages: int) -> tuple[float, str] | None:
         """The shortage with the smallest micro-batch and full recomputation."""

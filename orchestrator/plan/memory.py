@@ -95,6 +95,7 @@ def rank_states(work: Work, profile: SystemProfile, stages: Stages) -> StateMemo
         reducing_ranks=facts.data * facts.context,
         master_gathered=profile.master_gathered,
         offload=work.offload,
+        loss_in_head=profile.loss_in_chunks,
     )
 
 

@@ -52,7 +52,8 @@ OURS = SystemProfile(
     # tensors.
     process_bytes=350 * 10**6,
     calibrated=False,
-    source="orchestrator/engine: FSDP2 and replicate over FP32 parameters, fused AdamW, SDPA",
+    source="orchestrator/engine: FSDP2 and replicate over FP32 parameters, fused AdamW, SDPA, loss in chunks",
+    loss_in_chunks=True,
 )
 
 PROFILES: Mapping[str, SystemProfile] = {OURS.name: OURS, **PUBLISHED}

@@ -2,7 +2,8 @@
 
 Owns the order of plans and the pruning that makes it fast; pruned and whole searches give the same answer (a test).
 Each split of `search_space.py` is ranked with its best course. Time decides; plans within a thousandth of each other
-are tied and ordered by the article's rule: fewer moving parts, then tensor inside a node before pipeline and context.
+are tied and ordered by the article's rule: fewer moving parts, then tensor inside a node before pipeline and context;
+those that fill a card to the brim come last.
 Bytes and seconds of one candidate are `evaluate.py`; `auto.py` fills `parallel=auto` and `cluster.nodes=auto`.
 """
 
@@ -36,6 +37,13 @@ class Ranked:
     candidate: Candidate
     step_seconds: float | None
     """None when the hardware's rates are not declared."""
+    tight: bool = False
+    """Whether it fits by less than the planner's figures are sure to (`evaluate.TIGHT`)."""
+
+    @property
+    def preference(self) -> tuple[object, ...]:
+        """Order among plans that are equally fast: what fits by a hair comes last."""
+        return (self.tight, *preference(self.candidate))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +106,15 @@ def ordered(plans: Iterable[Ranked]) -> tuple[Ranked, ...]:
 
     Without times, the preference alone decides, and it takes the largest micro-batch.
     """
-    fastest_first = sorted(plans, key=lambda plan: (plan.step_seconds or 0.0, preference(plan.candidate)))
+    fastest_first = sorted(plans, key=lambda plan: (plan.step_seconds or 0.0, plan.preference))
     result: list[Ranked] = []
     tied: list[Ranked] = []
     for plan in fastest_first:
         if tied and (plan.step_seconds or 0.0) > (tied[0].step_seconds or 0.0) * (1 + TIE):
-            result += sorted(tied, key=lambda tie: preference(tie.candidate))
+            result += sorted(tied, key=lambda tie: tie.preference)
             tied = []
         tied.append(plan)
-    return tuple(result + sorted(tied, key=lambda tie: preference(tie.candidate)))
+    return tuple(result + sorted(tied, key=lambda tie: tie.preference))
 
 
 def search(config: RunConfig, *, allowed: Callable[[Candidate], bool] = lambda _: True) -> Found:
@@ -189,7 +197,7 @@ def best_course(
         slower = fastest is not None and seconds is not None and seconds > fastest * (1 + TIE)
         if slower or evaluate.shortage(candidate) is not None:
             continue
-        reached.append(Ranked(candidate, seconds))
+        reached.append(Ranked(candidate, seconds, evaluate.tight(candidate)))
         fastest = seconds if fastest is None or seconds is None else min(fastest, seconds)
         if first_fit:
             break

@@ -41,7 +41,7 @@ class StateMemory:
     gathered: int
     """Copies of shared or master weights that are there at once, from forward to backward."""
     gathered_at_loss: int
-    """The same between the last forward and the first backward: none in stage 3."""
+    """The same while the loss is computed: in stage 3 none, or those of the head."""
     gathered_last: int
     """The same at the end of the last backward pass."""
     transient_gradients: int
@@ -105,12 +105,13 @@ def state_memory(
     reducing_ranks: int,
     master_gathered: bool,
     offload: bool,
+    loss_in_head: bool = False,
 ) -> StateMemory:
     """Bytes of the model states of one GPU.
 
     `master_gathered`: kept weights are the master weights, compute copies are made from them: two units at a time in
-    stage 3, all of them from forward to backward otherwise. `reducing_ranks` take part in
-    the reduction of gradients.
+    stage 3, all of them from forward to backward otherwise. `reducing_ranks` take part in the reduction of gradients.
+    `loss_in_head`: the loss is largest in the head's forward pass, while its weights are gathered.
     """
     from_1, from_2, from_3 = (elements.shared if zero_stage >= first else elements.whole for first in (1, 2, 3))
     parameters = state.weights * from_3 + state.master * from_1
@@ -126,9 +127,9 @@ def state_memory(
         gathered_last = min(pair, gathered)
     transient = reducing = 0.0
     if master_gathered:
-        # The unit at work: its gradients as they come, and their copy in the precision of the reduction; in stages 1 to
-        # 3 the copy of the unit before is still being reduced.
-        copies = 0 if reducing_ranks == 1 else 1 if zero_stage == 0 else 2
+        # The unit at work: its gradients as they come, and their copy in the type of the reduction; in stages 2 and
+        # 3 the copy of the unit before is still being reduced. In stage 1 so it is, in place of that unit's sum.
+        copies = 0 if reducing_ranks == 1 else 1 if zero_stage < 2 else 2
         transient = (state.raw_gradients + copies * state.gradients) * unit
         reducing = state.gradients * unit if copies == 2 else 0.0
     else:
@@ -140,7 +141,8 @@ def state_memory(
         gradients=round(gradients * kept),
         optimizer=round(optimizer * kept),
         gathered=round(gathered),
-        gathered_at_loss=0 if zero_stage == 3 else round(gathered),
+        # The head's weights, and the buffer they came in, which torch keeps until the next unit is gathered.
+        gathered_at_loss=round(gathered if zero_stage < 3 else 2 * state.gathered * elements.ends * loss_in_head),
         gathered_last=round(gathered_last),
         transient_gradients=round(transient),
         reducing=round(reducing),

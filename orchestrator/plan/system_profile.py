@@ -91,6 +91,9 @@ class SystemProfile:
     """On a CPU, in place of reserve and context: the process itself, interpreter and libraries included."""
     calibrated: bool
     source: str
+    loss_in_chunks: bool = False
+    """Whether the loss is computed with its gradient in the head's forward pass, a chunk of tokens at a time, in place
+    of `logit_bytes` (`loss_chunks.py`)."""
 
     def fused_norms(self, work: Work) -> bool:
         """Whether a norm saves nothing but its input and output."""

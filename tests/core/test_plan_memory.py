@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from models.spec import parameter_specs
 from orchestrator.config.schema import RunConfig
-from orchestrator.plan.activations import block_activations
+from orchestrator.plan.activations import block_activations, logits_bytes
 from orchestrator.plan.facts import derive
 from orchestrator.plan.make import make_plan, parallel_facts
 from orchestrator.plan.memory import checkpoint_bytes, memories_of, rank_memories
@@ -234,8 +234,26 @@ def test_only_the_rank_with_the_head_has_logits() -> None:
     wide = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": 512000})})
     logits = [rank.logits_bytes or 0 for rank in memories(wide)]
     assert logits[:-1] == [0, 0, 0]
-    # A pipeline keeps the last stage's output beside the loss; the norm keeps its input and its output.
-    assert logits[-1] == 4096 * (512000 * (12 + 2) + 4096 * (2 + 2))
+    # Logits once in FP32 and once in BF16; the norm keeps its input and its output, and the output has a gradient.
+    assert logits[-1] == 4096 * (512000 * (4 + 2) + 4096 * (2 + 2 + 2))
+
+
+def test_the_loss_of_a_long_micro_batch_is_computed_in_chunks_and_needs_the_memory_of_one() -> None:
+    def logits(sequence: int) -> int:
+        stream = sequence * 4096 * (2 + 2 + 2)
+        return round(logits_bytes(work(plan_of(training={"sequence_length": sequence})), OURS) - stream)
+
+    # One chunk up to 4,096 tokens of this width; then chunks of 2,048 beside the weight's gradient in FP32.
+    assert logits(2048) * 2 == logits(4096) == 4096 * 32000 * 6
+    assert logits(16384) == logits(65536) == 32000 * (2048 * 6 + 4096 * 4)
+
+
+def test_micro_batches_that_wait_for_their_backward_pass_keep_hidden_states_and_no_logits() -> None:
+    def last(schedule: str) -> int:
+        parallel = {"pipeline": 4, "data": 2, "schedule": schedule}
+        return round(logits_bytes(work(plan_of(parallel=parallel, training={"global_batch_size": 16})), OURS))
+
+    assert last("gpipe") - last("1f1b") == 7 * 4096 * 4096 * 4
 
 
 def test_a_tied_matrix_is_held_at_both_ends_of_a_pipeline_and_once_without_one() -> None:

@@ -58,7 +58,9 @@ def _brute_force(config: RunConfig) -> Found:
     found: dict[bool, list[Ranked]] = {False: [], True: []}
     for split, group in groupby(candidates(config), key=lambda candidate: candidate.split):
         plans = [
-            Ranked(candidate, evaluate.seconds(candidate)) for candidate in group if not evaluate.shortage(candidate)
+            Ranked(candidate, evaluate.seconds(candidate), evaluate.tight(candidate))
+            for candidate in group
+            if not evaluate.shortage(candidate)
         ]
         found[split.offload] += ordered(plans)[:1]
     return Found(ordered(found[False] or found[True]), ())
@@ -115,6 +117,8 @@ def test_plans_are_ordered_by_time_and_ties_by_moving_parts_then_tensor_before_p
     tied = [Ranked(Candidate(split, course), 10.0 + 0.9 * TIE * index) for index, split in enumerate([wider, pipeline])]
     tied += [Ranked(Candidate(split, course), 10.0) for split in (tensor, zero2, plain)]
     assert [plan.candidate.split for plan in ordered(tied)] == splits_by_preference
+    brim = Ranked(Candidate(plain, course), 10.0, tight=True)
+    assert ordered([brim, *tied])[-1] == brim
     faster = Ranked(Candidate(pipeline, course), 10.0 * (1 - 2 * TIE))
     assert ordered([*tied, faster])[0] == faster
 

@@ -14,7 +14,6 @@ from models.spec import parameter_specs
 from orchestrator.engine.data_parallel import _buckets
 from orchestrator.engine.gradients import scale, squared_norm
 from orchestrator.engine.initialise import fill
-from orchestrator.engine.loss import IGNORED, summed_loss
 from orchestrator.engine.mesh import axis_sizes
 from orchestrator.engine.optimizer import build_optimizer, set_learning_rate
 from orchestrator.engine.rendezvous import leave
@@ -101,23 +100,6 @@ def test_the_learning_rate_never_rises_after_the_warm_up() -> None:
         rates = [learning_rate(optimizer, step, 30) for step in range(1, 31)]
         assert rates[:3] == sorted(rates[:3])
         assert rates[2:] == sorted(rates[2:], reverse=True)
-
-
-def test_the_loss_is_a_sum_over_valid_tokens_in_fp32() -> None:
-    logits = torch.randn(2, 3, 7, dtype=torch.bfloat16)
-    labels = torch.tensor([[1, 2, IGNORED], [IGNORED, 0, 6]])
-    wanted = -torch.log_softmax(logits.float(), -1).gather(-1, labels.clamp_min(0)[..., None])[..., 0]
-    assert summed_loss(logits, labels).dtype == torch.float32
-    assert summed_loss(logits, labels).item() == pytest.approx(wanted[labels != IGNORED].sum().item(), rel=1e-6)
-
-
-def test_a_batch_without_valid_tokens_has_loss_zero_and_zero_gradients() -> None:
-    logits = torch.randn(1, 3, 7, requires_grad=True)
-    loss = summed_loss(logits, torch.full((1, 3), IGNORED))
-    loss.backward()
-    assert loss.item() == 0.0
-    assert logits.grad is not None
-    assert torch.equal(logits.grad, torch.zeros(1, 3, 7))
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:
