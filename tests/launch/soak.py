@@ -121,7 +121,7 @@ class Command:
             f"cluster.nodes={ranks}", "cluster.gpus_per_node=1", "cluster.gpu.memory_gib=4", "model.hidden_size=64",
             "model.intermediate_size=128", "model.num_hidden_layers=2", "model.num_attention_heads=4",
             "model.max_position_embeddings=64", "training.sequence_length=64", "training.global_batch_size=12",
-            "training.micro_batch_size=1", f"training.steps={steps}", "training.validate_every_steps=0",
+            "training.micro_batch_size=3", f"training.steps={steps}", "training.validate_every_steps=0",
             "training.validation_sequences=8", "data=synthetic", f"data.cache_directory={cache}",
         ]  # fmt: skip
 
