@@ -96,3 +96,73 @@ def _source(member: object) -> str:
         return inspect.getsource(function)  # type: ignore[arg-type]
     except TypeError:
         return ""
+
+
+def test_a_head_is_asked_whether_it_lives_by_a_call_that_needs_no_arguments():
+    from ray.core.generated import gcs_service_pb2
+
+    from orchestrator.launch.knock import _ALIVE
+
+    service, method = _ALIVE.strip("/").split("/")
+    found = gcs_service_pb2.DESCRIPTOR.services_by_name[service.rpartition(".")[2]]
+    assert found.full_name == service
+    request = getattr(gcs_service_pb2, found.methods_by_name[method].input_type.name)
+    assert request().SerializeToString() == b""
+
+
+def test_nodes_of_this_machine_are_found_by_their_processes():
+    from ray._private.services import find_node_ids
+
+    assert not inspect.signature(find_node_ids).parameters
+
+
+def test_an_upload_is_measured_as_it_is_packed(tmp_path):
+    from zipfile import ZipFile
+
+    from ray._private.runtime_env.packaging import create_package
+
+    from orchestrator.launch.upload import largest_paths, measure, size_problem
+
+    files = {
+        "main.py": 10, "data/a.bin": 5000, "data/deep/b.bin": 3000, "notes/c.txt": 70, "ignored/d.txt": 9, "e.tmp": 4,
+        "runs/one/metrics.jsonl": 900, ".venv/lib/x.py": 8, "tools/pyvenv.cfg": 1, "tools/y.py": 2, "sub/skip.me": 6,
+        "sub/keep.me": 7,
+    }  # fmt: skip
+    for name, size in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x" * size)
+    (tmp_path / ".gitignore").write_text("ignored/\n*.tmp\n")
+    (tmp_path / "sub" / ".rayignore").write_text("skip.me\n")
+    upload = measure(tmp_path)
+    create_package(str(tmp_path), tmp_path / "p.zip", include_gitignore=True, excludes=[*upload.excludes, "p.zip"])
+    with ZipFile(tmp_path / "p.zip") as packed:
+        sizes = {entry.filename: entry.file_size for entry in packed.infolist() if not entry.is_dir()}
+    assert sizes == dict(upload.sizes)
+    assert set(sizes) == {".gitignore", "main.py", "data/a.bin", "data/deep/b.bin", "notes/c.txt", "sub/keep.me",
+                          "sub/.rayignore"}  # fmt: skip
+    assert largest_paths(upload)[:2] == [("data/", 8000), ("notes/", 70)]
+    assert size_problem(upload) is None
+    problem = size_problem(upload, limit_bytes=1000)
+    assert problem is not None
+    assert "Largest: data/" in problem.message
+    assert (upload.holds("data"), upload.holds("./notes/c.txt"), upload.holds("ignored")) == (True, True, False)
+
+
+def test_a_job_is_given_time_to_stop_by_its_environment_and_is_known_by_another():
+    from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+    from ray.dashboard.modules.job import job_supervisor
+
+    from orchestrator.config import job_paths
+
+    assert RAY_JOB_CONFIG_JSON_ENV_VAR == job_paths.JOB_VARIABLE
+    source = inspect.getsource(job_supervisor)
+    assert f'"{job_paths.WAIT_VARIABLE}"' in source
+    assert job_supervisor.JobSupervisor.DEFAULT_RAY_JOB_STOP_WAIT_TIME_S == job_paths.RAYS_WAIT_SECONDS
+
+
+def test_ray_brings_the_library_along_that_nodes_are_asked_for_gpus_with():
+    import ray._private.thirdparty.pynvml as nvml
+
+    for name in ("nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMemoryInfo"):
+        assert callable(getattr(nvml, name))
+    assert issubclass(nvml.NVMLError, Exception)
