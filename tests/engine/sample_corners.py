@@ -29,19 +29,23 @@ from orchestrator.plan.reduce import reductions
 from orchestrator.plan.run_plan import RunPlan
 
 MOST_RANKS = 8
-BATCH = 8
+MOST_MICRO_BATCHES = 8
+BATCH = 4
 """Plans of one launch."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
 
 
-def draw(rng: random.Random, *, large: bool = False) -> RunPlan:
-    """A plan that planner and engine accept; of at most `MOST_RANKS` ranks unless `large`."""
+def draw(rng: random.Random, *, large: bool = False, ranks: int = MOST_RANKS) -> RunPlan:
+    """A plan that planner and engine accept; of at most `ranks` ranks and few micro-batches unless `large`."""
     while True:
         try:
             plan = make_plan(_draw_any(rng, large))
         except ValueError:
             continue
-        if plan.feasible and not engine_problems(plan) and (large or len(plan.ranks) <= MOST_RANKS):
+        if not plan.feasible or engine_problems(plan):
+            continue
+        assert plan.parallel is not None
+        if large or (len(plan.ranks) <= ranks and plan.parallel.micro_batches <= MOST_MICRO_BATCHES):
             return plan
 
 
@@ -112,9 +116,9 @@ def _cut(rng: random.Random, layers: int, stages: int) -> Any:
     return tuple(counts)
 
 
-def cases(rng: random.Random, *, reduced: bool) -> list[Case]:
+def cases(rng: random.Random, *, reduced: bool, ranks: int) -> list[Case]:
     """What is to be compared of one plan drawn: itself, or its reductions in FP64 and in the plan's own precision."""
-    plan = draw(rng, large=reduced)
+    plan = draw(rng, large=reduced, ranks=ranks)
     if reduced:
         return [case for one in reductions(plan) for case in cases_of(one)]
     return [Case("FP64", plan, True, EXACT)]
@@ -158,13 +162,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--reduced", action="store_true", help="plans of any size, through verify's reduction")
+    parser.add_argument("--ranks", type=int, default=MOST_RANKS, help="most ranks of a plan (without --reduced)")
     parser.add_argument("--only", type=int, help="number of one plan to run again")
     asked = parser.parse_args(arguments)
     end, number, judged, wrong = time.monotonic() + asked.seconds, 0, 0, 0
     waiting: dict[int, list[tuple[int, Case]]] = defaultdict(list)
     while time.monotonic() < end and (asked.only is None or number <= asked.only):
         if asked.only in (None, number):
-            for case in cases(random.Random(f"{asked.seed} {number}"), reduced=asked.reduced):
+            for case in cases(random.Random(f"{asked.seed} {number}"), reduced=asked.reduced, ranks=asked.ranks):
                 waiting[len(case.plan.ranks)].append((number, case))
         number += 1
         for ready in [group for group in waiting.values() if len(group) >= BATCH or asked.only == number - 1]:
@@ -174,10 +179,10 @@ def main(arguments: list[str] | None = None) -> int:
                     wrong += 1
                     flag = " --reduced" if asked.reduced else ""
                     print(f"wrong: plan {drawn} ({case.title}): {problem}\n  {shown(case.plan)}")
+                    flag += f" --ranks {asked.ranks}" if asked.ranks != MOST_RANKS else ""
                     print(f"  again: python -m tests.engine.sample_corners{flag} --seed {asked.seed} --only {drawn}")
-                    sys.stdout.flush()
+            print(f"{judged} trainings compared, {wrong} wrong", flush=True)
             ready.clear()
-    print(f"{judged} trainings of plans 0 to {number - 1} compared, {wrong} wrong")
     return int(wrong > 0)
 
 
