@@ -8,7 +8,7 @@ import pytest
 
 from models.huggingface import ImportedSizes
 from models.registry import FAMILIES, family
-from models.spec import parameter_specs
+from models.spec import parameter_count, parameter_specs
 from orchestrator.config.schema.model import ModelConfig
 
 SIZES = {
@@ -118,6 +118,81 @@ def test_what_is_not_computed_is_refused_by_its_key(config: dict[str, Any], key:
     result = family("gpt" if "n_embd" in config else "llama").sizes_from_config(config)
     assert [refused for refused, _ in result.refused] == [key]
     assert all(reason for _, reason in result.refused)
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "SmolLM2-135M-Instruct": (
+        {
+            "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576,
+            "initializer_range": 0.041666666666666664, "intermediate_size": 1536, "is_llama_config": True,
+            "max_position_embeddings": 8192, "mlp_bias": False, "model_type": "llama", "num_attention_heads": 9,
+            "num_hidden_layers": 30, "num_key_value_heads": 3, "pad_token_id": 2, "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05, "rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000,
+            "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers.js_config": {"kv_cache_dtype": {}},
+            "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 49152,
+        },
+        134_515_008,
+    ),
+    "Llama-3.2-1B": (
+        {
+            "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "head_dim": 64, "hidden_act": "silu",
+            "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192,
+            "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama", "num_attention_heads": 32,
+            "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+            "transformers_version": "4.45.0.dev0", "use_cache": True, "vocab_size": 128256,
+        },
+        1_235_814_400,
+    ),
+    "Mistral-7B-v0.1": (
+        {
+            "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+            "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+            "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+            "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+            "transformers_version": "4.34.0.dev0", "use_cache": True, "vocab_size": 32000,
+        },
+        7_241_732_096,
+    ),
+    "Qwen2.5-0.5B": (
+        {
+            "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+            "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02,
+            "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24,
+            "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "use_cache": True, "use_mrope": False,
+            "use_sliding_window": False, "vocab_size": 151936,
+        },
+        494_032_768,
+    ),
+    "gpt2": (
+        {
+            "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+            "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+            "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12,
+            "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": None,
+            "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index",
+            "summary_use_proj": True, "task_specific_params": {"text-generation": {"do_sample": True}},
+            "vocab_size": 50257,
+        },
+        124_439_808,
+    ),
+}  # fmt: skip
+"""A file as it is published, and the parameters that its model has."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_are_read_as_they_are(name: str) -> None:
+    config, parameters = PUBLISHED[name]
+    assert parameter_count(accepted(config)) == parameters
 
 
 def test_all_refusals_come_at_once() -> None:
