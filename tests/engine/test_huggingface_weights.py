@@ -25,12 +25,13 @@ from orchestrator.checkpoint.huggingface_export import export
 from orchestrator.checkpoint.huggingface_folder import match, open_huggingface
 from orchestrator.checkpoint.huggingface_import import import_weights
 from orchestrator.checkpoint.huggingface_tokenizer import tokenizer_files
+from orchestrator.checkpoint.tensors import CheckpointTensors
 from orchestrator.config.model_folder import FolderError, model_of
 from orchestrator.config.schema.model import ModelConfig, RopeScaling
 from orchestrator.errors import ConfigError, RunError
 from orchestrator.plan.run_plan import RunPlan
-from tests.engine.cases import tiny_plan
-from tests.engine.gloo import on_ranks
+from tests.engine.cases import tasks_of, tiny_plan
+from tests.engine.gloo import live, on_ranks
 from tests.engine.huggingface_ranks import Case, Loaded, loaded_under
 from tests.engine.models_against_transformers import build_theirs, foreign_block
 
@@ -177,6 +178,33 @@ def test_files_of_the_bare_model_are_read(folders: dict[str, Path], tmp_path: Pa
     for name in ("smollm", "gpt2"):
         theirs_of(folders[name]).base_model.save_pretrained(tmp_path / name)
         assert match(open_huggingface(tmp_path / name), model_of(tmp_path / name))
+
+
+def first_loss(model: ModelConfig, directory: Path, **changes: Any) -> float:
+    """The loss of a run's first step, before anything is learned."""
+    live(tasks_of(plan_of(model, training__steps=1, **changes), directory))
+    loss: float = json.loads((directory / "metrics.jsonl").read_text())["loss"]
+    return loss
+
+
+def test_a_run_begins_with_the_weights_of_a_folder_and_of_a_checkpoint_made_of_it(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """The folder is in BF16 and the runs in FP32: what is imported keeps its type and is cast by the run."""
+    halves = {name: value.bfloat16() for name, value in load_file(folders["smollm"] / "model.safetensors").items()}
+    shutil.copytree(folders["smollm"], tmp_path / "hf")
+    save_file(halves, tmp_path / "hf" / "model.safetensors")
+    checkpoint = imported(tmp_path / "hf", tmp_path / "own")
+    assert CheckpointTensors(checkpoint).dtype("model.norm.weight") == torch.bfloat16
+    model = model_of(Path(checkpoint.path))
+    begun = {
+        "folder": {"parallel__pipeline": 2, "checkpoint__init_from": str(tmp_path / "hf")},
+        "checkpoint": {"parallel__data": 2, "parallel__zero_stage": 3, "checkpoint__init_from": checkpoint.path},
+        "nothing": {},
+    }
+    losses = {name: first_loss(model, tmp_path / name, **changes) for name, changes in begun.items()}
+    assert losses["folder"] == pytest.approx(losses["checkpoint"], abs=1e-5)
+    assert abs(losses["folder"] - losses["nothing"]) > 0.01
 
 
 # Exporting
