@@ -7,6 +7,7 @@ lose, the address, the size of the upload. Then `launch/jobs.py` sends the job a
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import os
 import shlex
 import socket
@@ -40,7 +41,8 @@ run.directory must be an absolute path on storage that all nodes share: a job's 
 
   --address URL     the dashboard, http://HEAD:8265; otherwise RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or this machine's
   --no-wait         print the job's id and return
-  --env A,B         variables to pass on beside NCCL_*, GLOO_*, TORCH_* and MLFLOW_*; Ray's dashboard shows their values
+  --env A,B*        variables to pass on beside NCCL_*, GLOO_*, TORCH_* and MLFLOW_* (as AWS_*); Ray's dashboard shows
+                    their values
   --python PATH     the interpreter on the cluster, otherwise `python` (this one, when the cluster is this machine)
 
 Exit code 0: finished; 2: refused; 3: failed; 4: stopped after saving, and the same command continues it.
@@ -163,10 +165,14 @@ def _runtime_env(config: RunConfig, invocation: Invocation, upload: Upload) -> I
     from orchestrator.launch.upload import package_folder, stage_package
 
     named = [name for name in invocation.options.get("--env", "").split(",") if name]
-    missing = [name for name in named if name not in os.environ]
+    missing = [pattern for pattern in named if not fnmatch.filter(os.environ, pattern)]
     if missing:
         raise ConfigError(Problem("--env", f"{', '.join(missing)} is not set here.", "Set it, or leave it out."))
-    passed_on = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON) or name in named}
+    passed_on = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_PASSED_ON) or any(fnmatch.fnmatchcase(name, pattern) for pattern in named)
+    }
     environment = {
         **passed_on,
         job_paths.WAIT_VARIABLE: str(job_paths.stop_seconds(config)),

@@ -7,12 +7,14 @@ is no problem here: placement waits for it (`waiting.py`).
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from orchestrator.errors import PlacementError, Problem, RunError
 from orchestrator.launch.inventory import read_nodes
-from orchestrator.launch.node_check import check_nodes
+from orchestrator.launch.node_check import check_nodes, held_gpus
+from orchestrator.launch.probe import GpuUse, own_facts
 from orchestrator.launch.session import cluster_address, ray_session
 from orchestrator.placement.shares import choose_shares, usable_nodes
 from orchestrator.placement.topology import Node, need_of
@@ -37,7 +39,8 @@ def check_hardware(plan: RunPlan, warn: Callable[[str], None] = lambda _: None) 
         return _check_cluster(plan, warn)
     if plan.config.cluster.device == "cpu":
         return _check_processes(plan)
-    return check_gpus(plan, local_gpus())
+    gpus = local_gpus()
+    return check_gpus(plan, gpus) or (() if isinstance(gpus, str) else _check_held(plan, gpus, own_facts().gpus, warn))
 
 
 def local_gpus() -> tuple[Gpu, ...] | str:
@@ -97,6 +100,20 @@ def check_gpus(plan: RunPlan, gpus: tuple[Gpu, ...] | str) -> tuple[Problem, ...
             f"the GPUs here have {smallest / 2**30:.1f}."
         )
         return (Problem("cluster.gpu", message, "Choose the entry of conf/gpu/ that describes these GPUs."),)
+    return ()
+
+
+def _check_held(
+    plan: RunPlan, visible: Sequence[Gpu], uses: Sequence[GpuUse], warn: Callable[[str], None]
+) -> tuple[Problem, ...]:
+    """GPUs of this machine that others hold. Ray gives out whichever it likes, so one that is held is in the way."""
+    seen = {gpu.uuid for gpu in visible}
+    mine = [use for use in uses if use.uuid in seen]
+    said = held_gpus(socket.gethostname(), len(mine), mine, (plan.memory and plan.memory.peak_bytes) or 0)
+    if isinstance(said, Problem):
+        return (replace(said, fix="End these processes, or leave their GPUs out with CUDA_VISIBLE_DEVICES."),)
+    if said:
+        warn(said)
     return ()
 
 

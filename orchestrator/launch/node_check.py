@@ -202,21 +202,29 @@ def _paths(answered: Answered, driver: Driver) -> list[Problem]:
 
 
 def _held(answered: Answered, driver: Driver) -> tuple[list[Problem], list[str]]:
-    problems, warnings = [], []
-    if driver.gpu_bytes is None:
-        return [], []
-    for node, facts in answered:
-        busy = [gpu for gpu in facts.gpus if gpu.holders or gpu.memory_bytes - gpu.used_bytes < driver.gpu_bytes]
-        full = [gpu for gpu in busy if gpu.memory_bytes - gpu.used_bytes < driver.gpu_bytes]
-        if not facts.gpus or node.slots_free <= len(facts.gpus) - len(busy):
-            continue  # Ray counts those as taken: its own jobs hold them
-        text = f"node {node.name}: Ray counts {node.slots_free} GPUs as free, but {_holders(busy)}"
-        if node.slots_free > len(facts.gpus) - len(full):
-            fix = "End these processes, or keep these GPUs from Ray (CUDA_VISIBLE_DEVICES when its node starts)"
-            problems.append(Problem("cluster", f"{text}.", f"{fix}, {_LEAVE_OUT}."))
-        else:
-            warnings.append(f"{text}. The plan fits beside them, at the price of speed.")
-    return problems, warnings
+    problems: list[Problem] = []
+    warnings: list[str] = []
+    if driver.gpu_bytes is not None:
+        for node, facts in answered:
+            said = held_gpus(node.name, node.slots_free, facts.gpus, driver.gpu_bytes)
+            (problems if isinstance(said, Problem) else warnings).append(said)  # type: ignore[arg-type]
+    return problems, [warning for warning in warnings if warning]
+
+
+def held_gpus(name: str, free: int, gpus: Sequence[GpuUse], needed_bytes: int) -> Problem | str:
+    """What to say of GPUs that processes unknown to Ray hold: a problem, a warning, or nothing.
+
+    `free` is the number of GPUs that Ray would give out, `needed_bytes` what the plan takes of each.
+    """
+    full = [gpu for gpu in gpus if gpu.memory_bytes - gpu.used_bytes < needed_bytes]
+    busy = [gpu for gpu in gpus if gpu.holders or gpu in full]
+    if not gpus or free <= len(gpus) - len(busy):
+        return ""  # Ray counts those as taken: its own jobs hold them
+    text = f"node {name}: Ray counts {free} GPUs as free, but {_holders(busy)}"
+    if free <= len(gpus) - len(full):
+        return f"{text}. The plan fits beside them, at the price of speed."
+    fix = "End these processes, or keep these GPUs from Ray (CUDA_VISIBLE_DEVICES when its node starts)"
+    return Problem("cluster", f"{text}.", f"{fix}, {_LEAVE_OUT}.")
 
 
 def _holders(gpus: Iterable[GpuUse]) -> str:

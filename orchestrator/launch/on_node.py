@@ -94,9 +94,10 @@ def gpu(nvml: Any, index: int) -> dict[str, Any]:
     """One GPU: name, memory, and the processes that compute on it."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    name = nvml.nvmlDeviceGetName(handle)
+    name, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
     return {
         "index": index,
+        "uuid": str(uuid.decode() if isinstance(uuid, bytes) else uuid),
         "name": name.decode() if isinstance(name, bytes) else str(name),
         "memory_bytes": int(memory.total),
         "used_bytes": int(memory.used),

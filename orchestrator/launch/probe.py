@@ -32,6 +32,7 @@ class GpuUse:
     used_bytes: int
     holders: tuple[tuple[int, str, int], ...] = ()
     """(process id, its name, bytes of the GPU) of each process that computes on it."""
+    uuid: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ one and `shares.py` and `assign.py` decide over it.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -103,17 +104,22 @@ class PlacedRank:
 
 
 def same_kind(asked: str, reported: str) -> bool:
-    """Whether two names can mean one kind of GPU: each word of the one is a word of the other.
+    """Whether two names can mean one kind of GPU: each word of the one is a word of the other, or two of its words.
 
-    `A100-80GB` is an `A100` and an `A100-80G`, not an `A100-40G`; `MI300X` is an `AMD-Instinct-MI300X-OAM`.
+    `A100-80GB` is an `A100` and an `A100-80G`, not an `A100-40G`; `MI300X` is an `AMD-Instinct-MI300X-OAM`, and
+    `RTX4090` a `GeForce-RTX-4090`.
     """
     one, other = _words(asked), _words(reported)
-    return one <= other or other <= one
+    return set(one) <= _joined(other) or set(other) <= _joined(one)
 
 
-def _words(name: str) -> set[str]:
+def _words(name: str) -> list[str]:
     words = re.split(r"[^A-Z0-9]+", name.upper())
-    return {re.sub(r"^(\d+)GB$", r"\1G", word) for word in words if word}
+    return [re.sub(r"^(\d+)GB$", r"\1G", word) for word in words if word]
+
+
+def _joined(words: list[str]) -> set[str]:
+    return {*words, *(first + second for first, second in itertools.pairwise(words))}
 
 
 def need_of(plan: RunPlan) -> Need:

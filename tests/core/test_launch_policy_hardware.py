@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from orchestrator.launch.hardware import Gpu, check_gpus, check_hardware, visible_gpus
+from orchestrator.launch.hardware import Gpu, _check_held, check_gpus, check_hardware, visible_gpus
+from orchestrator.launch.probe import GpuUse
 from tests.launch.plans import cpu_plan, cuda_plan
 
 A100 = Gpu("NVIDIA A100-SXM4-80GB", 80 * 2**30, "GPU-abc")
@@ -59,3 +62,32 @@ def test_cpu_processes_on_several_nodes_need_a_cluster():
     assert problem.key == "cluster.nodes"
     assert "4 CPU processes on 2 nodes of 2 are needed" in problem.message
     assert "RAY_ADDRESS" in problem.fix
+
+
+GIB = 2**30
+MINE = (Gpu("NVIDIA A100-SXM4-80GB", 80 * GIB, "GPU-a"), Gpu("NVIDIA A100-SXM4-80GB", 80 * GIB, "GPU-b"))
+
+
+def use(index: int, uuid: str, used: int) -> GpuUse:
+    return GpuUse(index, "NVIDIA A100-SXM4-80GB", 80 * GIB, used, ((4711, "python", used),) if used else (), uuid)
+
+
+@pytest.mark.parametrize(
+    ("uses", "refused", "warned"),
+    [
+        ([use(0, "GPU-a", 0), use(1, "GPU-b", 0)], "", ""),
+        ([use(0, "GPU-a", 0), use(1, "GPU-b", 70 * GIB)], "GPU 1 has 70.0 GiB in use by python (process 4711", ""),
+        ([use(0, "GPU-a", 0), use(1, "GPU-b", 3 * GIB)], "", "GPU 1 has 3.0 GiB in use by python (process 4711"),
+        ([use(0, "GPU-a", 0), use(1, "GPU-b", 0), use(2, "GPU-hidden", 79 * GIB)], "", ""),
+    ],
+    ids=["free", "full", "beside", "not visible"],
+)
+def test_gpus_of_this_machine_that_others_hold_are_named(uses: list[GpuUse], refused: str, warned: str) -> None:
+    plan = cuda_plan(nodes=1, gpus=2)
+    assert plan.memory is not None
+    plan = replace(plan, memory=replace(plan.memory, peak_bytes=40 * GIB))
+    warnings: list[str] = []
+    problems = _check_held(plan, MINE, uses, warnings.append)
+    assert [refused in problem.message for problem in problems] == [True] * bool(refused)
+    assert [warned in warning for warning in warnings] == [True] * bool(warned)
+    assert all("CUDA_VISIBLE_DEVICES" in problem.fix for problem in problems)

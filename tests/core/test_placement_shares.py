@@ -215,6 +215,8 @@ def test_nodes_without_an_asked_label_or_about_to_leave_are_not_counted_and_it_i
         ("A100-80GB", "H100", False),
         ("MI300X", "AMD-Instinct-MI300X-OAM", True),
         ("L4", "L40S", False),
+        ("A10", "A100", False),
+        ("RTX4090", "GeForce-RTX-4090", True),
         ("H200-141GB", "H200", True),
     ],
 )
