@@ -38,7 +38,7 @@ def train(folder: Path, name: str, *overrides: str) -> tuple[list[dict[str, Any]
         "model.hidden_size=64", "model.intermediate_size=128", "model.num_attention_heads=4",
         "model.num_key_value_heads=2", "training.sequence_length=64", f"training.steps={STEPS}",
         "training.validate_every_steps=0", "training.validation_sequences=8", "checkpoint.every_steps=0",
-        "optimizer.schedule.warmup_steps=2", "data=text", f"data.path={Path(email.__file__).parent}",
+        "optimizer.schedule.warmup_steps=2", "data=text", f"data.path={Path(email.__file__).parent / '*.py'}",
         f"data.cache_directory={folder / 'cache'}", f"tracking.uri=sqlite:///{folder / 'mlflow.db'}", *overrides,
     ]  # fmt: skip
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
