@@ -208,7 +208,8 @@ def describe(evidence: Mapping[str, Any]) -> str:
 def _device(parts: Parts | None) -> torch.device:
     if parts is not None:
         return parts.device
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.device("cuda", torch.cuda.current_device()) if begun else torch.device("cpu")
 
 
 def _device_figures(device: torch.device) -> dict[str, int]:

@@ -48,7 +48,7 @@ class StepProfiler:
             self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
             self._profiler.start()
         self._running = torch.autograd.profiler.record_function(f"step {step}")
-        self._running.__enter__()
+        self._running.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self, step: int) -> None:
         """Called after each step; writes the trace after the window's last."""
