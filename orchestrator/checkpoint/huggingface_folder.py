@@ -27,6 +27,7 @@ INDEX_NAME = "model.safetensors.index.json"
 
 _NAMES_SHOWN = 20
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
+FETCH = "fetch a model first, for example with `hf download NAME --local-dir FOLDER`"
 FREE_KEYS = ("attention_dropout", "resid_pdrop", "initializer_range")
 """Keys of a model that its weights do not depend on."""
 
@@ -65,6 +66,8 @@ def open_huggingface(path: Path) -> HuggingFaceFolder:
 
     Raises FolderError with everything that is missing, cut or in another format.
     """
+    if not path.exists():
+        raise FolderError([f"it does not exist, and nothing is downloaded: {FETCH}"])
     folder = path if path.is_dir() else path.parent
     faults: list[str] = []
     config = _json(folder / CONFIG_NAME, faults)
@@ -74,11 +77,11 @@ def open_huggingface(path: Path) -> HuggingFaceFolder:
     return HuggingFaceFolder(folder, config, tensors)
 
 
-def model_problems(key: str, place: str, stored: ModelConfig, asked: ModelConfig) -> list[Problem]:
+def model_problems(what: str, place: str, stored: ModelConfig, asked: ModelConfig) -> list[Problem]:
     """Every `model.*` key that asks for another model than the stored weights are of.
 
     Args:
-        key: what named the weights (`checkpoint.init_from`).
+        what: the weights, as they were named (`checkpoint.init_from=FOLDER`).
         place: the folder, as it was typed.
         stored: the model of its `config.json`.
         asked: `model.*` of the run.
@@ -86,8 +89,7 @@ def model_problems(key: str, place: str, stored: ModelConfig, asked: ModelConfig
     return [
         Problem(
             f"model.{name}",
-            f"{key}={place} has {name}={as_word(theirs)}, model.{name}={as_word(ours)} is asked for: its weights do "
-            "not fit.",
+            f"{what} has {name}={as_word(theirs)}, model.{name}={as_word(ours)} is asked for: its weights do not fit.",
             f"Set model.{name}={as_word(theirs)}; `model={place}` takes every size from there.",
         )
         for name, (theirs, ours) in _differences(stored, asked).items()
@@ -101,7 +103,10 @@ def _differences(stored: ModelConfig, asked: ModelConfig) -> dict[str, tuple[Any
     if stored.family == "gpt":
         free |= {"rope_theta", "rope_scaling", "sliding_window"}
     theirs, ours = _resolved(stored), _resolved(asked)
-    return {name: (theirs[name], ours[name]) for name in theirs if theirs[name] != ours[name] and name not in free}
+    found = {name: (theirs[name], ours[name]) for name in theirs if theirs[name] != ours[name] and name not in free}
+    if asked.head_dim is None and found.keys() & {"hidden_size", "num_attention_heads"}:
+        found.pop("head_dim", None)  # follows from these
+    return found
 
 
 def _resolved(model: ModelConfig) -> dict[str, Any]:

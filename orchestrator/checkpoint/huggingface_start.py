@@ -39,7 +39,7 @@ def problems_of_weights(config: RunConfig, path: Path) -> list[Problem]:
             "loaded."
         )
         return [Problem(KEY, f"{path}: {fault}.", fix) for fault in error.faults]
-    problems = model_problems(KEY, str(path), stored, config.model)
+    problems = model_problems(f"{KEY}={path}", str(path), stored, config.model)
     try:
         match(folder, stored)
     except FolderError as error:

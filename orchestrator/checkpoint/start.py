@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from orchestrator.checkpoint.folder import open_checkpoint
-from orchestrator.checkpoint.huggingface_folder import is_huggingface, model_problems
+from orchestrator.checkpoint.huggingface_folder import FETCH, is_huggingface, model_problems
 from orchestrator.checkpoint.huggingface_start import problems_of_weights
 from orchestrator.checkpoint.storage import StorageError
 from orchestrator.config.schema import ModelConfig, RunConfig
@@ -32,6 +32,8 @@ def _problems_of(config: RunConfig, key: str, asked: str) -> list[Problem]:
     folder = Path(asked).expanduser()
     words = "`auto`, `never` or " if key == "checkpoint.resume" else ""
     fix = f"Give {words}the folder of a checkpoint, for example RUN/checkpoints/step-00000200."
+    if key == "checkpoint.init_from":
+        fix = f"{fix[:-1]}, or a Hugging Face folder; nothing is downloaded: {FETCH}."
     if not is_url(asked) and is_huggingface(folder):
         if key == "checkpoint.init_from":
             return problems_of_weights(config, folder)
@@ -48,7 +50,7 @@ def _problems_of(config: RunConfig, key: str, asked: str) -> list[Problem]:
         saved = ModelConfig.model_validate(checkpoint.manifest.config.get("model", {}))
     except ValidationError:
         return [Problem(key, f"The manifest of {asked} does not say which model was saved.", fix)]
-    return model_problems(key, asked, saved, config.model)
+    return model_problems(f"{key}={asked}", asked, saved, config.model)
 
 
 def _weights_alone(key: str, asked: str) -> Problem:

@@ -55,7 +55,7 @@ def _import(source: Path, target: Path, overrides: Sequence[str], invocation: In
         folder = open_huggingface(source)
         stored = read_sizes(folder.config)
         model = _with(stored, folder.path, overrides, invocation)
-        problems += model_problems(_KEY, str(source), stored, model)
+        problems += model_problems(str(source), str(source), stored, model)
         sources = match(folder, stored)
     except FolderError as error:
         fix = "Give a folder as `save_pretrained` writes it, of a model that is implemented."

@@ -40,7 +40,7 @@ def model_of(path: Path) -> ModelConfig:
     """
     file = path if path.is_file() and path.suffix == ".json" else path / CONFIG_NAME
     if not path.exists():
-        raise FolderError([f"{path} does not exist"])
+        raise FolderError(["it does not exist, and nothing is downloaded"])
     if (path / MANIFEST_NAME).is_file():
         saved = read_json(path / MANIFEST_NAME).get("config")
         if not isinstance(saved, dict) or "model" not in saved:
