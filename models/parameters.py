@@ -22,6 +22,8 @@ Style = Literal[
     "colwise",
     "rowwise",
     "vocabulary_head",
+    "stream_dropout",
+    "head_dropout",
 ]
 """How tensor parallelism treats a module. With sequence parallelism the residual stream is cut along the sequence.
 
@@ -32,6 +34,8 @@ Style = Literal[
 `colwise`               output features (rows of the weight, and the bias) are cut; input whole, output cut
 `rowwise`               input features (columns of the weight) are cut; outputs are summed as above; bias replicated
 `vocabulary_head`       as colwise; input put together from the parts of the sequence; logits cut along the vocabulary
+`stream_dropout`        no parameters; drops elements of the residual stream, alike where all ranks hold it alike
+`head_dropout`          no parameters; drops inside of attention heads, of which each rank has its own
 
 Without sequence parallelism `scatter_output` and `gather_input` do nothing to values and sums are all-reduces; the
 parameters of `norm` and `scatter_output` are replicated all the same.

@@ -54,12 +54,28 @@ def closing_lines(
     if outcome.status == "finished":
         lines += loss_lines(plan, summary)
     rows = [
+        ("attention", attention_row(summary)),
         ("checkpoint", summary["checkpoint"] or "none was saved"),
         ("record", f"{directory.path}/summary.json, beside metrics.jsonl, plan.json, config.yaml, logs/"),
         *_tracking_rows(directory, tracked),
         ("to go on", how_to_continue(outcome.status, summary, plan, invocation)),
     ]
     return [*lines, *(f"{name:<11} {text}" for name, text in rows if text)]
+
+
+_KERNELS = {
+    "flash_cpu": "torch's flash kernel for CPUs",
+    "flash": "FlashAttention",
+    "efficient": "the memory-efficient kernel",
+    "cudnn": "cuDNN's fused kernel",
+    "math": "no fused kernel: scores are kept as a matrix",
+}
+
+
+def attention_row(summary: dict[str, Any]) -> str:
+    """Which kernel attention ran in, in words; empty where no rank has said."""
+    names = (summary.get("attention_kernel") or "").split(", ")
+    return "; ".join(f"{_KERNELS.get(name, name)} ({name})" for name in names if name)
 
 
 def problems_opening(status: str) -> str:

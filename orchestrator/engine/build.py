@@ -15,6 +15,7 @@ from torch import nn
 from models.registry import family
 from models.spec import parameter_specs
 from orchestrator.config.schema import ModelConfig
+from orchestrator.engine.attention_kernel import watch_attention
 from orchestrator.engine.compilation import apply_compile
 from orchestrator.engine.data_parallel import apply_data_parallel
 from orchestrator.engine.gradients import counted_once
@@ -23,6 +24,7 @@ from orchestrator.engine.initialise import initialise
 from orchestrator.engine.loss_scale import LossScale
 from orchestrator.engine.mesh import Mesh
 from orchestrator.engine.optimizer import build_optimizer
+from orchestrator.engine.padding import padding_of
 from orchestrator.engine.pipeline import build_pipeline
 from orchestrator.engine.precision import compute_dtype, master_dtype, mixed_precision_policy
 from orchestrator.engine.recompute import apply_recompute
@@ -30,6 +32,7 @@ from orchestrator.engine.step import Parts
 from orchestrator.engine.tensor_parallel import apply_tensor_parallel
 from orchestrator.engine.tied import tied_copies
 from orchestrator.plan.run_plan import RunPlan
+from orchestrator.plan.vocabulary import padded_rows
 
 
 def build(plan: RunPlan, mesh: Mesh, device: torch.device) -> Parts:
@@ -47,12 +50,16 @@ def build(plan: RunPlan, mesh: Mesh, device: torch.device) -> Parts:
         apply_recompute(blocks, config.training.activation_checkpointing, dropout=has_dropout(config.model))
         if config.training.compile:
             apply_compile(blocks)
+    attention = watch_attention(stages, table, compiled=config.training.compile)
     head = loss_head(plan, mesh, stages, table)
     data_parallel = [apply_data_parallel(stage, mesh, config.parallel, table, policy) for stage in stages]
     for stage in stages:
         allocate(stage, device, offload=config.parallel.offload == "all")
     parameters = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
-    initialise(parameters, specs, config.training.seed)
+    padding = padding_of(plan, specs, table)
+    padding.clear(parameters)
+    logical = {name: padding.logical(name, parameter) for name, parameter in parameters.items()}
+    initialise(logical, specs, config.training.seed)
     tied = tied_copies(plan.parallel, mesh, parameters, specs)
     optimizer = build_optimizer(config.optimizer, parameters, specs)
     return Parts(
@@ -64,10 +71,12 @@ def build(plan: RunPlan, mesh: Mesh, device: torch.device) -> Parts:
         head=head,
         tied=tied,
         parameters=parameters,
+        padding=padding,
         counted=counted_once(parameters) - {spec.name for spec in specs if spec.tied_to is not None},
         optimizer=optimizer,
         mesh=mesh,
         device=device,
+        attention=attention,
         gradient_clip=config.training.gradient_clip,
         loss_scale=LossScale() if config.training.precision == "fp16_mixed" else None,
     )
@@ -91,8 +100,10 @@ def allocate(model: nn.Module, device: torch.device, *, offload: bool) -> None:
 
 def stage_on_meta(plan: RunPlan, stage: int) -> nn.Module:
     """The layers of a virtual pipeline stage, without memory behind them."""
-    model, parallel = plan.config.model, plan.parallel
+    parallel = plan.parallel
     assert parallel is not None, "a plan without degrees is not feasible and never reaches a rank"
+    rows = padded_rows(plan.config.model.vocab_size, parallel)
+    model = plan.config.model.model_copy(update={"vocab_size": rows})
     first, end = parallel.stage_layers[stage]
     module_name, class_name = family(model.family).module.split(":")
     model_class = getattr(importlib.import_module(module_name), class_name)

@@ -73,7 +73,8 @@ def seed_step(config: RunConfig, mesh: Mesh, step: int) -> None:
     """Seed dropout for a step, where there is any: a function of seed, step and data rank, so nothing is saved or
     restored.
 
-    Data ranks draw different masks for their different samples.
+    Data ranks draw different masks for their different samples, and pipeline ranks for their layers; tensor ranks start
+    alike (`dropout.py`).
     """
     if config.model.attention_dropout == 0 and config.model.resid_pdrop == 0:
         return

@@ -33,7 +33,7 @@ class LossHead:
         self._part = part
         self._labels: Tensor | None = None
         self._share = 1.0
-        head.forward = self._forward  # type: ignore[assignment]
+        head.forward = self._forward
 
     @contextmanager
     def learning(self, labels: Tensor, share: float = 1.0) -> Iterator[None]:

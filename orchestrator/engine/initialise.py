@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -26,7 +26,7 @@ LARGEST_BLOCK_ROWS = 256
 
 
 @torch.no_grad()
-def initialise(parameters: Mapping[str, nn.Parameter], specs: Sequence[ParameterSpec], seed: int) -> None:
+def initialise(parameters: Mapping[str, Tensor], specs: Sequence[ParameterSpec], seed: int) -> None:
     """Fill this rank's part of every parameter in place with its initial values.
 
     Raises KeyError for a parameter that no spec describes, ValueError for one whose whole shape is not its spec's.

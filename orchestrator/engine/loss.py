@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 IGNORED = -100
 """Label of a position that is not learned from."""
@@ -75,7 +76,7 @@ class _HeadLoss(torch.autograd.Function):
             of_hidden, of_weight = ctx.saved_tensors
             if not ctx.scaled:
                 # Ours alone, so scaled in place; once, although a split backward pass comes here for each of the two.
-                with torch.autograd._unsafe_preserve_version_counter((of_hidden, of_weight)):
+                with _unsafe_preserve_version_counter((of_hidden, of_weight)):
                     of_hidden.mul_(gradient)
                     of_weight.mul_(gradient)
                 ctx.scaled = True
@@ -89,19 +90,25 @@ def _summed(hidden: Tensor, weight: Tensor, labels: Tensor, part: HeadPart) -> T
     """The sum of the losses, chunk by chunk."""
     return torch.stack([
         _Chunk(rows, weight, targets, part).loss
-        for rows, targets in zip(hidden.split(part.chunk_tokens), labels.split(part.chunk_tokens), strict=True)
+        for rows, targets in zip(_pieces(hidden, part), _pieces(labels, part), strict=True)
     ]).sum()  # fmt: skip
+
+
+def _pieces(tensor: Tensor, part: HeadPart) -> tuple[Tensor, ...]:
+    """Rows of one chunk each."""
+    pieces: tuple[Tensor, ...] = tensor.split(part.chunk_tokens)  # type: ignore[no-untyped-call]
+    return pieces
 
 
 def _with_gradients(
     hidden: Tensor, weight: Tensor, labels: Tensor, share: float | Tensor, part: HeadPart
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`share` times the sum of the losses, and its gradients by hidden state and weight."""
-    chunks = list(zip(hidden.split(part.chunk_tokens), labels.split(part.chunk_tokens), strict=True))
+    chunks = list(zip(_pieces(hidden, part), _pieces(labels, part), strict=True))
     of_hidden = torch.empty_like(hidden)
     of_weight: Tensor | None = None
     losses = []
-    for (rows, targets), place in zip(chunks, of_hidden.split(part.chunk_tokens), strict=True):
+    for (rows, targets), place in zip(chunks, _pieces(of_hidden, part), strict=True):
         chunk = _Chunk(rows, weight, targets, part)
         losses.append(chunk.loss)
         slope = chunk.gradient(share)
@@ -165,5 +172,5 @@ def _over_all_parts(normaliser: Tensor, label_logit: Tensor, group: dist.Process
     ranks = dist.get_world_size(group)
     every = mine.new_empty(2 * ranks, mine.shape[1])
     dist.all_gather_single(every, mine, group=group)
-    normalisers, label_logits = every.unflatten(0, (ranks, 2)).unbind(1)
+    normalisers, label_logits = every.view(ranks, 2, -1).unbind(1)
     return torch.logsumexp(normalisers, 0), label_logits.sum(0)

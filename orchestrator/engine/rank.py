@@ -142,6 +142,7 @@ def _result(run: Run, progress: Progress, timings: Timings) -> dict[str, Any]:
         "final_loss": progress.loss,
         "validation_loss": progress.validation_loss,
         "peak_memory_bytes": peak_memory_bytes(run.parts.device),
+        "attention_kernel": run.parts.attention.kernel,
         "tokens": progress.tokens,
         "tokens_per_second": progress.tokens_per_second,
         "mfu": run.mfu(progress.tokens_per_second),

@@ -41,7 +41,5 @@ def load_huggingface(path: Path, parts: Parts, model: ModelConfig) -> None:
 def held_parts(parts: Parts, model: ModelConfig) -> dict[str, Part]:
     """This rank's part of every parameter that has values of its own."""
     shapes = {spec.name: spec.shape for spec in parameter_specs(model)}
-    return {
-        name: Part(local(parameter).detach(), offsets(parameter), shapes[name])
-        for name, parameter in saved_parameters(parts).items()
-    }
+    held = {name: parts.padding.logical(name, parameter) for name, parameter in saved_parameters(parts).items()}
+    return {name: Part(local(parameter).detach(), offsets(parameter), shapes[name]) for name, parameter in held.items()}

@@ -30,9 +30,9 @@ def state_of(parts: Parts) -> dict[str, Any]:
     model: dict[str, Tensor] = {}
     optimizer: dict[str, Tensor] = {}
     for name, parameter in saved_parameters(parts).items():
-        model[name] = parameter.detach()
+        model[name] = parts.padding.logical(name, parameter.detach())
         for key, value in parts.optimizer.state[parameter].items():
-            optimizer[f"{name}.{key}"] = value
+            optimizer[f"{name}.{key}"] = parts.padding.logical(name, value)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer}
     if parts.loss_scale is not None:
         state["loss_scale"] = parts.loss_scale.state()

@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from orchestrator.engine import gradients
+from orchestrator.engine.attention_kernel import AttentionWatch
 from orchestrator.engine.data_parallel import DataParallel
 from orchestrator.engine.head import LossHead
 from orchestrator.engine.loss_scale import LossScale
 from orchestrator.engine.mesh import Mesh
 from orchestrator.engine.pace import OwnWork
+from orchestrator.engine.padding import Padding
 from orchestrator.engine.pipeline import Pipeline
 from orchestrator.engine.tied import TiedCopies
 
@@ -42,11 +44,15 @@ class Parts:
     """Copies of a weight on the first and the last stage; None: there are none."""
     parameters: dict[str, nn.Parameter]
     """Logical name to parameter, this rank's part of the model."""
+    padding: Padding
+    """Rows of these that are no tokens."""
     counted: frozenset[str]
     """Names of the parameters whose local part this rank counts in sums over the whole model."""
     optimizer: torch.optim.Optimizer
     mesh: Mesh
     device: torch.device
+    attention: AttentionWatch
+    """Which kernel this rank's attention ran in."""
     gradient_clip: float | None
     """Largest norm of the whole gradient; None: not clipped."""
     loss_scale: LossScale | None = None
@@ -128,7 +134,7 @@ def _accumulate(parts: Parts, batches: Sequence[MicroBatch], share: float, own: 
         data_parallel.begin_micro_batch(last=index == len(batches) - 1)
         forward = nullcontext() if own is None else own.counted(when=own.forward_is_own)
         with parts.head.learning(batch.labels, share), forward:
-            loss = model(batch.inputs)
+            loss: Tensor = model(batch.inputs)
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     return total

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from models.parameters import ShardingTable, Style
+from orchestrator.engine.dropout import OwnMasks
 
 SEQUENCE_DIM = 1
 """Of the residual stream [batch, sequence, hidden]."""
@@ -69,6 +70,8 @@ def _torch_style(style: Style, stream: Placement) -> ParallelStyle:
         "colwise": ColwiseParallel(),
         "rowwise": RowwiseParallel(output_layouts=stream),
         "vocabulary_head": VocabularyHead(input_layouts=stream),
+        "stream_dropout": OwnMasks() if cut else AsItIs(),
+        "head_dropout": OwnMasks(),
     }
     return styles[style]
 
@@ -92,6 +95,13 @@ class VocabularyHead(ColwiseParallel):
         output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Tensor, device_mesh: DeviceMesh
     ) -> Tensor:
         return outputs
+
+
+class AsItIs(ParallelStyle):
+    """A module without parameters that computes the same on all tensor ranks from the same input."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return module
 
 
 class Replicated(ParallelStyle):

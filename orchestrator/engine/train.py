@@ -131,7 +131,10 @@ def train(run: Run, progress: Progress) -> Literal["finished", "stopped"]:
         seed_step(config, parts.mesh, step)
         rate = learning_rate(config.optimizer, step, run.steps)
         set_learning_rate(parts.optimizer, rate)
-        result = train_step(parts, fed.batches, agreed.tokens, loss_limit=run.losses.limit(step), own=run.own)
+        steady = progress.first_step_ended is not None and not run.profiler.covers(step)
+        with parts.attention.observing(steady=steady):
+            result = train_step(parts, fed.batches, agreed.tokens, loss_limit=run.losses.limit(step), own=run.own)
+        parts.attention.tell()
         seconds = time.perf_counter() - started
         _advance(progress, step, agreed.tokens, result, seconds, timed=not run.profiler.covers(step))
         link.pace(run.own.take())
@@ -193,6 +196,7 @@ def _record(
         "tokens_per_second": rate_of_tokens,
         "mfu": run.mfu(rate_of_tokens),
         "memory_bytes": peak_memory_bytes(run.parts.device),
+        "attention_kernel": run.parts.attention.kernel,
         "samples": agreed.samples,
         "tokens_per_data_rank": agreed.tokens_per_data_rank,
         "time": time.time(),

@@ -73,17 +73,17 @@ def _run(case: Case, beat: Callable[[str], None]) -> RankTrace:
     if parts.loss_scale is not None:
         parts.loss_scale.scale.fill_(LOSS_SCALE)
     parameters = saved_parameters(parts)
-    trace = RankTrace(initial=_parts(parameters))
+    trace = RankTrace(initial=_parts(parts, parameters))
 
     def keep_gradients(*_: Any) -> None:
-        trace.gradients.append(_parts({name: p.grad for name, p in parameters.items() if p.grad is not None}))
+        trace.gradients.append(_parts(parts, {name: p.grad for name, p in parameters.items() if p.grad is not None}))
 
     parts.optimizer.register_step_pre_hook(keep_gradients)
     samples = samples_of(case)
     for number in range(1, plan.config.training.steps + 1):
         beat(f"step {number} ({case.title})")
         _step(case, parts, samples.inputs, samples.labels, number, trace)
-    trace.weights = _parts(parameters)
+    trace.weights = _parts(parts, parameters)
     _tied_copies_are_equal(parts)
     return trace
 
@@ -103,10 +103,11 @@ def _step(case: Case, parts: Parts, inputs: Tensor, labels: Tensor, number: int,
     trace.samples.append(sorted(sample for rank in agreed.samples for sample in rank))
 
 
-def _parts(tensors: dict[str, Any]) -> dict[str, Part]:
+def _parts(parts: Parts, tensors: dict[str, Any]) -> dict[str, Part]:
+    logical = {name: parts.padding.logical(name, tensor) for name, tensor in tensors.items()}
     return {
         name: Part(tuple(tensor.shape), tuple(offsets(tensor)), local(tensor).detach().clone())
-        for name, tensor in tensors.items()
+        for name, tensor in logical.items()
     }
 
 

@@ -52,6 +52,7 @@ def build_summary(
         "tokens_per_second": tokens_per_second,
         "mfu": mfu,
         "peak_memory_bytes": memory,
+        "attention_kernel": attention_kernels(rank_results) or _last(records, "attention_kernel"),
         "seconds_to_first_step": _first_known(rank_results, "seconds_to_first_step"),
         "attempts": [dict(attempt) for attempt in attempts],
         "predicted": predicted(plan),
@@ -66,6 +67,12 @@ def build_summary(
         "profile": files_in(run_directory, "profile", "rank-*.json.gz"),
         "out_of_memory": files_in(run_directory, "memory", "attempt-*-rank-*.json"),
     }
+
+
+def attention_kernels(rank_results: Mapping[int, Mapping[str, Any]]) -> str | None:
+    """Which kernels of attention ran, over all ranks that had any; None: no rank has said."""
+    named = {name for result in rank_results.values() for name in (result.get("attention_kernel") or "").split(", ")}
+    return ", ".join(sorted(named - {""})) or None
 
 
 def files_in(run_directory: Path, folder: str, pattern: str) -> list[str]:

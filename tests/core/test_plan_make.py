@@ -15,6 +15,7 @@ from orchestrator.config.schema import RunConfig
 from orchestrator.plan.engine_rules import LIMITS, engine_problems
 from orchestrator.plan.make import make_plan
 from orchestrator.plan.run_plan import CostPlan, MemoryPlan, RankMemory, RankPlace, TimePlan, TrafficPlan
+from orchestrator.plan.vocabulary import padded_rows
 from tests.core import plan_cases as cases
 
 EXPERIMENTS = sorted(path.stem for path in Path("conf/experiment").glob("*.yaml"))
@@ -163,11 +164,29 @@ def test_the_engine_s_limits_are_problems_of_a_plan_that_is_otherwise_feasible()
         assert problem.key in problem.fix
 
 
-def test_an_uneven_vocabulary_under_tensor_parallelism_and_zero_is_refused_with_the_nearest_even_ones() -> None:
-    uneven = cases.config(
-        model_changes={"vocab_size": 32001}, parallel={"tensor": 2, "zero_stage": 1}, cluster={"nodes": 1}
+@pytest.mark.parametrize(
+    ("parallel", "rows"),
+    [
+        ({"tensor": 1, "data": 8, "zero_stage": 3}, 50257),
+        ({"tensor": 2, "data": 4}, 50258),
+        ({"tensor": 2, "data": 4, "zero_stage": 1}, 50264),
+        ({"tensor": 2, "data": 4, "zero_stage": 3, "zero_group": 2}, 50260),
+        ({"tensor": 4, "data": 2}, 50260),
+    ],
+)
+def test_a_vocabulary_that_tensor_ranks_cannot_share_evenly_is_padded_and_the_plan_says_so(
+    parallel: dict[str, object], rows: int
+) -> None:
+    plan = make_plan(cases.config(model_changes={"vocab_size": 50257}, parallel=parallel, cluster={"nodes": 1}))
+    assert plan.feasible and plan.parallel is not None and plan.model is not None
+    assert not engine_problems(plan)
+    assert padded_rows(50257, plan.parallel) == rows
+    assert any(f"padded to {rows} rows in memory" in warning for warning in plan.warnings) == (rows != 50257)
+    assert plan.model == make_plan(cases.config(model_changes={"vocab_size": 50257}, cluster={"nodes": 1})).model
+
+
+def test_dropout_runs_under_tensor_parallelism() -> None:
+    dropping = cases.config(
+        model_changes={"attention_dropout": 0.1, "resid_pdrop": 0.1}, parallel={"tensor": 2}, cluster={"nodes": 1}
     )
-    (problem,) = engine_problems(make_plan(uneven))
-    assert problem.key == "model.vocab_size"
-    assert "32000" in problem.fix
-    assert "32002" in problem.fix
+    assert not engine_problems(make_plan(dropping))

@@ -50,6 +50,13 @@ class Replicated(ParallelStyle):
         return module
 
 
+class Untouched(ParallelStyle):
+    """Nothing to do where no dropout is asked for."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return module
+
+
 def torch_style(word: Style, sequence_parallel: bool) -> ParallelStyle:
     """What a word of the table means in torch."""
     stream = Shard(1) if sequence_parallel else Replicate()
@@ -61,6 +68,8 @@ def torch_style(word: Style, sequence_parallel: bool) -> ParallelStyle:
         "colwise": ColwiseParallel(),
         "rowwise": RowwiseParallel(output_layouts=stream),
         "vocabulary_head": ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
+        "stream_dropout": Untouched(),
+        "head_dropout": Untouched(),
     }
     return styles[word]
 

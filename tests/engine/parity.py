@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from models.registry import family
+from orchestrator.plan import loss_chunks
 from tests.engine import reference
 from tests.engine.cases import tiny_plan
 from tests.engine.reference import IGNORED, PLAIN, Recipe, Trace
@@ -29,6 +31,11 @@ class Case:
     recipe: Recipe = PLAIN
     double: bool = False
     """Whether everything is computed in FP64, where differences of order vanish and mistakes do not."""
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk of the loss: several chunks a micro-batch, or all of it at once."""
+        return loss_chunks.CHUNK_TOKENS if "accumulation" in self.name else 5
 
     def plan(self) -> Any:
         """The plan, with the recipe's optimizer."""
@@ -99,13 +106,18 @@ def _run(case: Case) -> RankTrace:
     plan = case.plan()
     mesh = build_mesh(plan.parallel, "cpu")
     MASTER["fp32"] = torch.float64 if case.double else torch.float32
-    parts = build(plan, mesh, torch.device("cpu"))
+    with mock.patch.object(loss_chunks, "CHUNK_TOKENS", case.chunk_tokens):
+        parts = build(plan, mesh, torch.device("cpu"))
     # A tied weight's copy on the last stage goes by its original's name: the two must be the same bits.
     parameters = saved_parameters(parts)
-    trace = RankTrace(initial={name: _part(parameter.detach()) for name, parameter in parameters.items()})
+
+    def part(name: str, tensor: Tensor) -> Part:
+        return _part(parts.padding.logical(name, tensor))
+
+    trace = RankTrace(initial={name: part(name, parameter.detach()) for name, parameter in parameters.items()})
 
     def keep_gradients(*_: Any) -> None:
-        trace.gradients.append({name: _part(p.grad) for name, p in parameters.items()})
+        trace.gradients.append({name: part(name, p.grad) for name, p in parameters.items()})
 
     parts.optimizer.register_step_pre_hook(keep_gradients)
     size = plan.config.training.micro_batch_size
@@ -116,7 +128,7 @@ def _run(case: Case) -> RankTrace:
         result = train_step(parts, micro, int((labels != IGNORED).sum()))
         trace.losses.append(result.loss)
         trace.norms.append(result.gradient_norm)
-    trace.weights = {name: _part(parameter.detach()) for name, parameter in parameters.items()}
+    trace.weights = {name: part(name, parameter.detach()) for name, parameter in parameters.items()}
     if parts.tied is not None and len(parts.tied.held) == 2:
         assert torch.equal(*(_part(parameter).values for parameter in parts.tied.held))
     return trace

@@ -10,6 +10,8 @@ from tests.engine.reference import PLAIN, Recipe
 CLIPPED = Recipe(clip=1.0)
 GPT = {"model__family": "gpt", "model__num_key_value_heads": None}
 TIED = {"model__tie_word_embeddings": True}
+UNEVEN = {"model__vocab_size": 97}
+"""A vocabulary that no number of tensor ranks shares evenly."""
 
 
 def case(name: str, mask: str = "none", recipe: Recipe = PLAIN, **changes: object) -> Case:
@@ -153,6 +155,24 @@ CASES: dict[int, list[Case]] = {
             "tensor 2, data 2, uneven vocabulary", "ragged", **tensor(2, True), parallel__data=2, model__vocab_size=97
         ),
         *(
+            case(f"tensor 2, ZeRO-{stage}, uneven vocabulary", "ragged", CLIPPED, **zero(2, stage), **tensor(2), **more)
+            for stage, more in ((1, UNEVEN), (2, UNEVEN | GPT), (3, UNEVEN | TIED))
+        ),
+        case(
+            "pipeline 2, tensor 2, tied, uneven vocabulary",
+            "ragged",
+            **pipeline(2, "1f1b"),
+            **tensor(2, True),
+            **TIED,
+            **UNEVEN,
+        ),
+        case(
+            "tensor 4, vocabulary of less than one row a rank",
+            **tensor(4),
+            model__num_key_value_heads=4,
+            model__vocab_size=9,
+        ),
+        *(
             case(f"hybrid: ZeRO-{stage} in groups of 2", "ragged", CLIPPED, **zero(4, stage), parallel__zero_group=2)
             for stage in (1, 2, 3)
         ),
@@ -165,6 +185,25 @@ CASES: dict[int, list[Case]] = {
             for stage, schedule in ((0, "1f1b"), (1, "gpipe"), (2, "1f1b"), (3, "interleaved_1f1b"), (3, "dualpipev"))
         ),
         case("3D, ZeRO-3, tied, sequence parallel, recompute", "first rank empty", **THREE_TIED),
+        case(
+            "tensor 4, ZeRO-3, uneven vocabulary",
+            "ragged",
+            CLIPPED,
+            **zero(2, 3),
+            **tensor(4),
+            **UNEVEN,
+            model__num_key_value_heads=4,
+        ),
+        case(
+            "tensor 2, hybrid: ZeRO-2 in groups of 2, uneven vocabulary",
+            "ragged",
+            **zero(4, 2),
+            **tensor(2),
+            **UNEVEN,
+            **TIED,
+            parallel__zero_group=2,
+        ),
+        case("3D, ZeRO-3, uneven vocabulary", "ragged", **three_dimensions(3, "1f1b"), **UNEVEN, **TIED),
         case("3D, gpt, ZeRO-2", "ragged", CLIPPED, **three_dimensions(2, "1f1b"), **GPT),
         case("pipeline 2, hybrid: ZeRO-3 in groups of 2", **(zero(4, 3) | pipeline(2, "1f1b")), parallel__zero_group=2),
         case(
@@ -196,7 +235,8 @@ EXACT = {
     },
     4: {
         "hybrid: ZeRO-2 in groups of 2",
-        "tensor 2, ZeRO-3",
+        "tensor 2, ZeRO-3, uneven vocabulary",
+        "pipeline 2, gpipe",
         "tensor 4",
         "pipeline 2, ZeRO-3, interleaved_1f1b",
         "pipeline 2, tensor 2",

@@ -21,15 +21,19 @@ def idle_gpus(facts: Facts) -> Iterator[str]:
 
 
 def padded_vocabulary(facts: Facts) -> Iterator[str]:
-    """Uneven vocabulary shards: legal, padded rows are kept out of the loss."""
+    """Rows that only fill up: legal, kept out of the loss and of checkpoints."""
     vocabulary, tensor = facts.config.model.vocab_size, facts.config.parallel.tensor
-    if vocabulary % tensor:
-        padded = -(-vocabulary // tensor) * tensor
-        yield (
-            f"parallel.tensor={tensor} does not divide model.vocab_size={vocabulary}: the vocabulary "
-            "is cut unevenly, as "
-            f"if padded to {padded}; padded rows never enter the loss."
-        )
+    if vocabulary % tensor == 0:
+        return
+    stage, group = facts.config.parallel.zero_stage, facts.config.parallel.zero_group
+    shared = 1 if stage == 0 else (facts.zero_ranks or 1) if group == "auto" else group
+    parts = tensor * shared
+    padded = -(-vocabulary // parts) * parts
+    ranks = f"parallel.tensor={tensor}" + (f" x {shared} ranks of a ZeRO group" if shared > 1 else "")
+    yield (
+        f"parallel.tensor={tensor} does not divide model.vocab_size={vocabulary}: embedding and head are padded to "
+        f"{padded} rows in memory ({ranks}); padded rows never enter the loss and are in no checkpoint."
+    )
 
 
 def sequence_parallel_without_tensor(facts: Facts) -> Iterator[str]:
