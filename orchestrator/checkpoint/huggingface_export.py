@@ -23,7 +23,7 @@ from torch import Tensor
 from models.huggingface import ForeignWeight
 from models.registry import family
 from orchestrator.checkpoint.folder import Checkpoint
-from orchestrator.checkpoint.huggingface_folder import INDEX_NAME, WEIGHTS_NAME
+from orchestrator.checkpoint.huggingface_folder import INDEX_NAME, WEIGHTS_NAME, refusals_of_target
 from orchestrator.checkpoint.huggingface_tokenizer import TokenizerFiles
 from orchestrator.checkpoint.safetensors_file import BLOCK_BYTES, ITEM_BYTES, header_bytes
 from orchestrator.checkpoint.storage import LocalFolder
@@ -166,9 +166,8 @@ def _configs(
 
 
 def _check_room(target: Path, total: int) -> None:
-    if target.exists() or target.is_symlink():
-        fix = "Give a folder that does not exist yet; nothing is ever written over."
-        raise ConfigError(Problem("", f"{target} exists.", fix))
+    if refusals := refusals_of_target(target, ""):
+        raise ConfigError(refusals)
     parent = next(folder for folder in target.absolute().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ConfigError(Problem("", f"{target} cannot be made in {parent}.", "Give a folder that can be written to."))

@@ -7,6 +7,7 @@ or guessed. Values are read in `huggingface_read.py`, other checkpoints in `read
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -75,6 +76,17 @@ def open_huggingface(path: Path) -> HuggingFaceFolder:
     if faults:
         raise FolderError(faults)
     return HuggingFaceFolder(folder, config, tensors)
+
+
+def refusals_of_target(target: Path, key: str) -> list[Problem]:
+    """Why an import or an export cannot be written there; nothing is ever written over."""
+    if re.match(r"\w+:/", str(target)):
+        fix = "Give a folder, and copy it there when it is complete."
+        return [Problem(key, f"{target} is in an object store, and this writes to a file system.", fix)]
+    if target.exists() or target.is_symlink():
+        fix = "Give a folder that does not exist yet."
+        return [Problem(key, f"{target} exists, and nothing is written over.", fix)]
+    return []
 
 
 def model_problems(what: str, place: str, stored: ModelConfig, asked: ModelConfig) -> list[Problem]:

@@ -7,7 +7,6 @@ it fits is judged in `huggingface_folder.py` before.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 from models.spec import parameter_specs
-from orchestrator.checkpoint.folder import Checkpoint
+from orchestrator.checkpoint.folder import Checkpoint, Location
 from orchestrator.checkpoint.huggingface_folder import Source
 from orchestrator.checkpoint.huggingface_read import DTYPES, Part, fill
 from orchestrator.checkpoint.manifest import Manifest, package_versions
@@ -27,12 +26,12 @@ _PREFIX = "model."
 
 
 def import_weights(
-    directory: Path, model: ModelConfig, sources: Mapping[str, Source], config: Mapping[str, Any]
+    directory: Location, model: ModelConfig, sources: Mapping[str, Source], config: Mapping[str, Any]
 ) -> Checkpoint:
     """Write `directory/step-00000000` from the sources of every parameter (`huggingface_folder.match`).
 
     Args:
-        directory: made if missing.
+        directory: path or URL; made if missing.
         model: the model that the weights are of.
         sources: where each parameter lies.
         config: what else the manifest says (`data.tokenizer`, where the weights come from).

@@ -44,6 +44,8 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 
 def run(invocation: Invocation, words: Sequence[str]) -> int:
     """Export. Raises ConfigError with everything that stands against it, RunError when it fails on the way."""
+    from orchestrator.checkpoint.huggingface_folder import refusals_of_target
+
     problems: list[Problem] = []
     settings = [word for word in words if word.startswith("run.directory=")]
     names = [word for word in words if word not in settings]
@@ -59,9 +61,7 @@ def run(invocation: Invocation, words: Sequence[str]) -> int:
     except OrchestratorError as error:
         problems += error.problems
     target = Path(names[1]).expanduser()
-    if target.exists() or target.is_symlink():
-        fix = "Give a folder that does not exist yet."
-        problems.append(Problem(_KEY, f"{target} exists, and nothing is written over.", fix))
+    problems += refusals_of_target(target, _KEY)
     if problems or checkpoint is None or tokenizer is None:
         raise ConfigError(problems)
     _export(checkpoint, target, tokenizer, dtype, shard_bytes)

@@ -48,9 +48,9 @@ def run(invocation: Invocation, words: Sequence[str]) -> int:
 
 
 def _import(source: Path, target: Path, overrides: Sequence[str], invocation: Invocation) -> None:
-    from orchestrator.checkpoint.huggingface_folder import match, model_problems, open_huggingface
+    from orchestrator.checkpoint.huggingface_folder import match, model_problems, open_huggingface, refusals_of_target
 
-    problems = [_taken(target)] if target.exists() or target.is_symlink() else []
+    problems = refusals_of_target(target, _KEY)
     try:
         folder = open_huggingface(source)
         stored = read_sizes(folder.config)
@@ -80,10 +80,6 @@ def _import(source: Path, target: Path, overrides: Sequence[str], invocation: In
         shutil.rmtree(temporary, ignore_errors=True)
     size = checkpoint.manifest.size_bytes
     print("\n".join(_closing(target, model, size, tokenizer)), flush=True)
-
-
-def _taken(target: Path) -> Problem:
-    return Problem(_KEY, f"{target} exists, and nothing is written over.", "Give a folder that does not exist yet.")
 
 
 def _with(stored: ModelConfig, folder: Path, overrides: Sequence[str], invocation: Invocation) -> ModelConfig:
