@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
+
 from orchestrator.errors import ConfigError, OrchestratorError, Problem
 from orchestrator.launch.knock import find_token, knock, token_refused
 
@@ -29,6 +31,7 @@ _EXIT_LINE = re.compile(r"^orchestrator exit code: (\d+)\n?", re.MULTILINE)
 _SECONDS = 10.0
 _LOST_SECONDS = 120.0
 """How long a dashboard that no longer answers is waited for."""
+_AGAIN_SECONDS = 1.0
 _DEFAULT = "http://127.0.0.1:8265"
 
 
@@ -209,10 +212,10 @@ class _Follower:
                 await self._tail()
                 info = await asyncio.to_thread(self._client.get_job_info, self._job)
                 lost = 0.0
-            except (RuntimeError, OSError) as error:  # aiohttp's and requests' errors are OSErrors
-                lost += 1.0
-                if lost == 1.0:
+            except (RuntimeError, OSError, aiohttp.ClientError) as error:  # requests' errors are OSErrors
+                if not lost:
                     self._tell(f"the dashboard does not answer ({error}); the job goes on, trying again")
+                lost += _AGAIN_SECONDS
                 if lost > _LOST_SECONDS:
                     return JobEnd("UNKNOWN", None, True, f"the dashboard was not reached for {_LOST_SECONDS:g} s")
             else:
@@ -221,7 +224,7 @@ class _Follower:
                     code = self._code if self._code is not None else info.driver_exit_code
                     started = self._seen > 0 or info.driver_exit_code is not None
                     return JobEnd(info.status.value, code, started, info.message or "")
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _tail(self) -> None:
         """Follow the log; it always begins at its beginning, so what was written is passed over."""

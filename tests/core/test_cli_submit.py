@@ -7,7 +7,9 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
+import aiohttp
 import pytest
 
 from orchestrator.cli import main as cli
@@ -212,6 +214,45 @@ def test_the_entrypoint_is_quoted_and_has_the_folder_of_the_users_options(
     made = parse(["submit", "run.name=a b", "--config-dir", str(tmp_path / "mine")])
     line = submit._entrypoint(made, made.overrides, "http://head.invalid:8265")
     assert line == "python -m orchestrator train 'run.name=a b' --config-dir mine"
+
+
+class Client:
+    """A dashboard whose line breaks after the first lines of the log; the log is told from its beginning each time."""
+
+    LOG = ("Running entrypoint for job j: python\n", "step 1\nst", "ep 2\n", "orchestrator exit code: 4\n")
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def tail_job_logs(self, job: str):
+        self.calls += 1
+        for number, text in enumerate(self.LOG):
+            if self.calls == 1 and number == 2:
+                raise aiohttp.ServerDisconnectedError
+            yield text
+
+    def get_job_info(self, job: str) -> SimpleNamespace:
+        status = SimpleNamespace(value="STOPPED", is_terminal=lambda: True)
+        return SimpleNamespace(status=status, driver_exit_code=None, message="")
+
+
+def test_the_log_goes_on_where_a_lost_connection_left_it_and_its_last_line_is_the_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jobs, "_AGAIN_SECONDS", 0.001)
+    written, told = [], []
+    end = jobs.follow(Client(), "j", written.append, told.append)
+    assert "".join(written) == "step 1\nstep 2\n"
+    assert (end.status, end.code, end.started) == ("STOPPED", 4, True)
+    assert ["does not answer" in text for text in told] == [True]
+
+
+def test_a_dashboard_that_stays_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "_AGAIN_SECONDS", 0.001)
+    monkeypatch.setattr(jobs, "_LOST_SECONDS", 0.003)
+    monkeypatch.setattr(Client, "get_job_info", lambda *_: (_ for _ in ()).throw(ConnectionError("gone")))
+    end = jobs.follow(Client(), "j", lambda _: None, lambda _: None)
+    assert end.status == "UNKNOWN"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,118 @@
+"""What a live cluster says of itself, asked for real: nodes with GPUs of Ray's bookkeeping only, one of them unlike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from orchestrator.cli import main as cli
+from orchestrator.errors import RunError
+from orchestrator.launch.hardware import check_hardware
+from orchestrator.launch.session import ray_session
+from orchestrator.launch.survey import survey
+from orchestrator.plan.run_plan import RunPlan
+from tests.launch.plans import cuda_plan
+
+pytestmark = pytest.mark.ray
+
+LABELS = {"ray.io/accelerator-type": "A100-80G", "acme.com/rack": "r1"}
+
+
+@pytest.fixture(scope="module")
+def unlike(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that, first on a node's path, makes it one with an older torch and other code of this package."""
+    folder = tmp_path_factory.mktemp("unlike")
+    (folder / "torch-2.12.0.dist-info").mkdir()
+    (folder / "torch-2.12.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.12.0\n")
+    (folder / "orchestrator").mkdir()
+    (folder / "orchestrator" / "__init__.py").write_text("")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(unlike: Path) -> Iterator[str]:
+    """A head without GPUs, a node with 8, and one with 8 in another rack whose environment is another."""
+    from ray.cluster_utils import Cluster
+
+    small = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
+    quiet = {"include_dashboard": False, "no_monitor": True, "include_log_monitor": False}
+    cluster = Cluster(initialize_head=True, head_node_args={**small, **quiet, "num_gpus": 0})
+    cluster.add_node(**small, num_gpus=8, labels=LABELS)
+    cluster.add_node(
+        **small, num_gpus=8, labels={**LABELS, "acme.com/rack": "r2"}, env_vars={"PYTHONPATH": str(unlike)}
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster.address
+    cluster.shutdown()
+
+
+def test_the_inventory_is_a_table_and_a_file_that_plans(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = ["--config-dir", str(tmp_path / "mine")]
+    assert cli.main(["inventory", "ours", "--write", *mine]) == 0
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines()[1:4]]
+    assert [(words[1], words[2], words[3], words[-1]) for words in lines[:2]] in (
+        [("8", "A100-80G", "a100_80gb", rack) for rack in racks] for racks in (("r1", "r2"), ("r2", "r1"))
+    )
+    assert "no GPU: not used for training" in out
+    written = yaml.safe_load((tmp_path / "mine" / "cluster" / "ours.yaml").read_text(encoding="utf-8"))
+    assert (written["nodes"], written["gpus_per_node"], written["gpu"]) == (2, 8, "a100_80gb")
+    assert (written["cores_per_node"], written["domain_label"]) == (2, "acme.com/rack")
+    assert written["host_memory_gib"] > 0
+    assert cli.main(["plan", "+experiment=llama7b_zero2", "cluster=ours", *mine, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parallel"]["world_size"] == 16
+
+
+def test_the_live_cluster_can_be_planned_for_and_searched_for(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "+experiment=llama7b_zero2", "cluster=ray", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["config"]["cluster"]["name"] == f"the Ray cluster at {address}"
+    assert (plan["feasible"], plan["parallel"]["world_size"]) == (True, 16)
+    assert cli.main(["search", "+experiment=llama7b_zero2", "cluster=ray", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"]
+
+
+def test_a_training_on_nodes_that_are_unlike_is_refused_by_what_differs(address: str) -> None:
+    problems = [problem.message for problem in check_hardware(plan_for(16))]
+    assert [said for said in problems if "torch is 2.12.0 on node" in said]
+    assert [said for said in problems if "would run other code of this package" in said]
+    assert len(problems) == 2
+
+
+def test_what_the_cluster_can_never_hold_is_refused_before_nodes_are_asked(address: str) -> None:
+    (problem,) = check_hardware(plan_for(24))
+    assert "needs 24 GPUs; 2 nodes hold 8 + 8" in problem.message
+
+
+def plan_for(gpus: int) -> RunPlan:
+    return cuda_plan(nodes=gpus // 8, gpus=8)
+
+
+def test_a_machine_that_is_no_node_is_told_so_at_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private import services
+
+    monkeypatch.setattr(services, "find_node_ids", list)
+    with pytest.raises(RunError, match="is no node of the Ray cluster") as caught, ray_session(None):
+        pass
+    assert "submit" in caught.value.problems[0].fix
+
+
+def test_a_cluster_of_another_version_is_named_with_both(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private import utils
+
+    monkeypatch.setattr(utils, "compute_version_info", lambda: ("2.59.0", "3.12.1"))
+    with pytest.raises(RunError, match=r"it runs Ray 2\.60") as caught, ray_session(None):
+        pass
+    assert "this command Ray 2.59.0 and Python 3.12.1" in caught.value.problems[0].message
+    assert "constraints.txt" in caught.value.problems[0].fix
+
+
+def test_nodes_are_sorted_by_what_they_have(address: str) -> None:
+    assert [(node.gpus, node.cpus) for node in survey()] == [(8, 2), (8, 2), (0, 2)]
