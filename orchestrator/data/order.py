@@ -22,6 +22,21 @@ _ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
+class Position:
+    """A place in the order between two steps: where a run began, or goes on with batches of another size."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    epoch: int = 0
+    """Epochs left behind."""
+    offset: int = 0
+    """Samples of this epoch that were trained on."""
+
+
+START = Position()
+
+
+@dataclass(frozen=True, slots=True)
 class SampleOrder:
     """The endless sequence of sample ids of a run."""
 
@@ -34,16 +49,42 @@ class SampleOrder:
         if self.samples < 1:
             raise ValueError(f"an order needs at least one sample, got {self.samples}")
 
-    def ids(self, step: int, global_batch: int) -> Ids:
+    def ids(self, step: int, global_batch: int, start: Position = START) -> Ids:
         """Sample ids of optimizer step `step` (the first is 1), shape [global_batch].
 
-        Raises ValueError for a step or a batch below 1.
+        Args:
+            step: from `start.step` + 1 on.
+            global_batch: samples of every step since `start`.
+            start: where the batches began to have this size.
+
+        Raises ValueError for a step before the start or a batch below 1.
         """
-        if step < 1 or global_batch < 1:
-            raise ValueError(f"steps and batches count from 1, got step {step} and batch {global_batch}")
-        positions = np.arange((step - 1) * global_batch, step * global_batch, dtype=np.int64)
-        epoch_length = self._epoch_length(global_batch)
-        return permute(positions % epoch_length, self.samples, self.seed, positions // epoch_length)
+        if step <= start.step or global_batch < 1:
+            raise ValueError(
+                f"batches count from 1 and steps from {start.step + 1}, got step {step} and batch {global_batch}"
+            )
+        first = self.after(step - 1, global_batch, start, whole=global_batch)
+        positions = np.arange(first.offset, first.offset + global_batch, dtype=np.int64)
+        return permute(positions % self.samples, self.samples, self.seed, first.epoch + positions // self.samples)
+
+    def after(self, step: int, global_batch: int, start: Position = START, *, whole: int = 1) -> Position:
+        """The place after step `step`, of batches that have had this size since `start`.
+
+        At the end of an epoch that is the beginning of the next one, if fewer than `whole` samples are left of it.
+        """
+        batches = step - start.step
+        if self.samples < global_batch:
+            done = start.epoch * self.samples + start.offset + batches * global_batch
+            return Position(step, done // self.samples, done % self.samples)
+        in_first, in_each = (self.samples - start.offset) // global_batch, self.samples // global_batch
+        if batches <= in_first:
+            place = Position(step, start.epoch, start.offset + batches * global_batch)
+        else:
+            epochs, left = divmod(batches - in_first, in_each)
+            place = Position(step, start.epoch + 1 + epochs, left * global_batch)
+            if not left:
+                place = Position(step, start.epoch + epochs, in_each * global_batch)
+        return place if self.samples - place.offset >= whole else Position(step, place.epoch + 1, 0)
 
     def epoch(self, step: int, global_batch: int) -> float:
         """Epochs completed after step `step` (whole and part)."""

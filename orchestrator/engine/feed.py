@@ -5,14 +5,15 @@ The order is `data/order.py`'s (a function of seed and step); this file only ask
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from orchestrator.checkpoint.manifest import Manifest
 from orchestrator.data.dataset import TokenDataset
-from orchestrator.data.order import SampleOrder, shard
+from orchestrator.data.order import START, Position, SampleOrder, shard
 from orchestrator.engine.loss import IGNORED, valid_tokens
 from orchestrator.engine.mesh import Mesh
 from orchestrator.engine.step import MicroBatch
@@ -42,15 +43,30 @@ class Feed:
     micro_batch: int
     mesh: Mesh
     device: torch.device
+    start: Position = START
+    """Where the batches began to have this size."""
 
     def step(self, step: int) -> StepFeed:
         """What this data rank reads in optimizer step `step` (1 is the first)."""
-        ids = shard(
-            self.order.ids(step, self.global_batch), self.mesh.data_rank, self.mesh.data_ranks, self.micro_batch
-        )
+        whole = self.order.ids(step, self.global_batch, self.start)
+        ids = shard(whole, self.mesh.data_rank, self.mesh.data_ranks, self.micro_batch)
         tokens = self.dataset.sample(ids.ravel()).reshape(*ids.shape, -1)
         labels = [valid_tokens(torch.from_numpy(rows[:, 1:])) for rows in tokens]
         return StepFeed(ids, tuple(micro_batch(rows, self.device) for rows in tokens), sum(labels))
+
+
+def position_after(feed: Feed, step: int) -> dict[str, int]:
+    """Where the data order stands after a step, as a checkpoint keeps it."""
+    place = feed.order.after(step, feed.global_batch, feed.start)
+    return {"seed": feed.order.seed, "samples": feed.order.samples, **asdict(place)}
+
+
+def position_of(manifest: Manifest, order: SampleOrder) -> Position:
+    """Where the data order goes on from a checkpoint, whatever size its batches had."""
+    saved = manifest.data_position
+    if "offset" in saved:
+        return Position(saved["step"], saved["epoch"], saved["offset"])
+    return order.after(manifest.step, manifest.config["training"]["global_batch_size"])  # written before it was kept
 
 
 def micro_batch(tokens: npt.NDArray[np.integer], device: torch.device) -> MicroBatch:

@@ -18,12 +18,12 @@ from typing import Any
 
 from orchestrator.checkpoint.store import CheckpointWriter
 from orchestrator.data.dataset import open_tokens
-from orchestrator.data.order import SampleOrder
+from orchestrator.data.order import START, SampleOrder
 from orchestrator.engine.agreement import require_same_data
 from orchestrator.engine.anomaly import watch_losses
 from orchestrator.engine.build import build
 from orchestrator.engine.compute import describe_device, peak_memory_bytes, prepare_process
-from orchestrator.engine.feed import Feed
+from orchestrator.engine.feed import Feed, position_of
 from orchestrator.engine.mesh import build_mesh
 from orchestrator.engine.out_of_memory import Witness, evidence_of_exhaustion, record_allocations
 from orchestrator.engine.pace import OwnWork
@@ -107,13 +107,15 @@ def _set_up(task: RankTask, link: RankLink, timings: Timings, witness: Witness) 
             protected=() if resumed.checkpoint is None else (resumed.checkpoint.path,),
             raise_on_failure=config.checkpoint.on_failure == "stop",
         )
+    order = SampleOrder(config.training.seed, len(dataset))
     feed = Feed(
         dataset=dataset,
-        order=SampleOrder(config.training.seed, len(dataset)),
+        order=order,
         global_batch=config.training.global_batch_size,
         micro_batch=config.training.micro_batch_size,
         mesh=mesh,
         device=device,
+        start=START if resumed.checkpoint is None else position_of(resumed.checkpoint.manifest, order),
     )
     steps = steps_of(config.training)
     assert steps is not None, "a plan without a length is not feasible and never reaches a rank"

@@ -13,6 +13,7 @@ from orchestrator.checkpoint.manifest import Losses, describe
 from orchestrator.checkpoint.retention import Retention
 from orchestrator.checkpoint.store import CheckpointError
 from orchestrator.config.schema.run import CheckpointConfig
+from orchestrator.engine.feed import position_after
 from orchestrator.engine.state import state_of
 from orchestrator.errors import Problem, RunError
 
@@ -64,7 +65,7 @@ def save(run: Run, progress: Progress) -> None:
         step=progress.step,
         tokens=progress.tokens,
         data_fingerprint=run.feed.dataset.fingerprint,
-        data_position={"step": progress.step, "seed": run.feed.order.seed, "samples": run.feed.order.samples},
+        data_position=position_after(run.feed, progress.step),
         losses=Losses(progress.loss, progress.validation_loss if validated else None, progress.best_validation_loss),
     )
     try:

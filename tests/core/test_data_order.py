@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.data.order import SampleOrder, permute, shard
+from orchestrator.data.order import START, SampleOrder, permute, shard
 
 seeds = st.integers(min_value=0, max_value=2**63)
 
@@ -94,6 +94,37 @@ def test_a_resumed_run_takes_the_samples_that_an_unbroken_one_would_have() -> No
     assert [resumed.ids(step, 6).tolist() for step in range(23, 60)] == unbroken[22:]
 
 
+@given(seed=seeds, samples=st.integers(1, 300), batch=st.integers(1, 40), step=st.integers(1, 400), data=st.data())
+def test_going_on_from_any_place_with_the_same_batch_changes_nothing(
+    seed: int, samples: int, batch: int, step: int, data: st.DataObject
+) -> None:
+    order = SampleOrder(seed, samples)
+    start = order.after(data.draw(st.integers(0, step - 1)), batch)
+    assert np.array_equal(order.ids(step, batch, start), order.ids(step, batch))
+    assert order.after(step, batch, start) == order.after(step, batch)
+
+
+@given(seed=seeds, batches=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), min_size=1, max_size=5))
+def test_a_changed_batch_goes_on_where_the_order_stands_and_repeats_nothing_within_an_epoch(
+    seed: int, batches: list[tuple[int, int]]
+) -> None:
+    order, place, seen = SampleOrder(seed, 1000), START, []
+    for batch, steps in batches:
+        for step in range(place.step + 1, place.step + steps + 1):
+            seen += order.ids(step, batch, place).tolist()
+        place = order.after(place.step + steps, batch, place)
+    assert len(set(seen)) == len(seen) == place.offset
+    assert place.epoch == 0
+
+
+def test_a_batch_that_what_is_left_of_an_epoch_does_not_fill_begins_the_next_one() -> None:
+    order = SampleOrder(0, 100)
+    place = order.after(3, 30)
+    assert (place.epoch, place.offset) == (0, 90)
+    assert order.ids(4, 10, place).tolist() == permute(np.arange(90, 100), 100, 0, 0).tolist()
+    assert order.ids(4, 20, place).tolist() == permute(np.arange(20), 100, 0, 1).tolist()
+
+
 def test_the_order_is_fixed_for_ever() -> None:
     """A change of this sequence would make saved runs continue with other samples."""
     assert SampleOrder(0, 1000).ids(1, 8).tolist() == [482, 460, 236, 847, 837, 89, 734, 628]
@@ -105,6 +136,7 @@ def test_the_order_is_fixed_for_ever() -> None:
         lambda: SampleOrder(0, 0),
         lambda: SampleOrder(0, 5).ids(0, 4),
         lambda: SampleOrder(0, 5).ids(1, 0),
+        lambda: SampleOrder(0, 5).ids(3, 1, SampleOrder(0, 5).after(3, 1)),
         lambda: permute(np.array([5]), 5, 0),
         lambda: permute(np.array([-1]), 5, 0),
         lambda: shard(np.arange(8), 0, 3, 1),

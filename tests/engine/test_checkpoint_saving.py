@@ -71,6 +71,18 @@ def test_minutes_count_as_well_as_steps(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 2, 3, 4]
 
 
+def test_a_changed_batch_goes_on_where_the_data_stand(tmp_path: Path) -> None:
+    """Neither a sample left out nor one read twice, and the resumed steps are those of the new size."""
+    changes = {"training__steps": 6, "training__micro_batch_size": 2}
+    run(tmp_path, stop_at_step={0: 4}, **changes, training__global_batch_size=8)
+    run(tmp_path, attempt=2, **changes, training__global_batch_size=12, parallel__data=2)
+    ids = [[sample for rank in line["samples"] for sample in rank] for line in record(tmp_path)]
+    assert [len(step) for step in ids] == [8, 8, 8, 12, 12, 12]
+    run(tmp_path / "small", **{**changes, "training__steps": 15}, training__global_batch_size=4)
+    small = [sample for line in record(tmp_path / "small") for rank in line["samples"] for sample in rank]
+    assert [sample for step in ids for sample in step] == small
+
+
 def failing(tmp_path: Path) -> dict[str, Any]:
     """A run whose checkpoints can never be written: a file lies where their folder should be."""
     (tmp_path / "file").touch()
