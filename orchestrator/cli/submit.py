@@ -162,7 +162,7 @@ def _is_this_machine(url: str) -> bool:
 @contextlib.contextmanager
 def _runtime_env(config: RunConfig, invocation: Invocation, upload: Upload) -> Iterator[dict[str, Any]]:
     from orchestrator.launch.jobs import EXIT_LINE_VARIABLE
-    from orchestrator.launch.upload import package_folder, stage_package
+    from orchestrator.launch.upload import package_folder, stage
 
     named = [name for name in invocation.options.get("--env", "").split(",") if name]
     missing = [pattern for pattern in named if not fnmatch.filter(os.environ, pattern)]
@@ -178,15 +178,12 @@ def _runtime_env(config: RunConfig, invocation: Invocation, upload: Upload) -> I
         job_paths.WAIT_VARIABLE: str(job_paths.stop_seconds(config)),
         EXIT_LINE_VARIABLE: "1",
     }
-    values: dict[str, Any] = {
-        "working_dir": str(upload.folder),
-        "excludes": list(upload.excludes),
-        "env_vars": environment,
-    }
+    if package_folder() == upload.folder.resolve():
+        yield {"working_dir": str(upload.folder), "excludes": list(upload.excludes), "env_vars": environment}
+        return
     with tempfile.TemporaryDirectory() as place:
-        if package_folder() != upload.folder.resolve():
-            values["py_modules"] = stage_package(Path(place))
-        yield values
+        stage(upload, Path(place))
+        yield {"working_dir": place, "env_vars": environment}
 
 
 def _exit_code(end: JobEnd, job: str) -> int:

@@ -116,17 +116,20 @@ def package_folder() -> Path:
     return Path(__file__).resolve().parents[2]
 
 
-def stage_package(place: Path) -> list[str]:
-    """Copy this package, with the shipped configuration inside, into `place`; returns the folders to send."""
+def stage(upload: Upload, place: Path) -> None:
+    """Copy what is to be sent into `place`, and beside it this package with the shipped configuration.
+
+    For a folder that is not this package's own: Ray would put modules that are sent apart into folders of their own.
+    """
     from orchestrator.config.locate import shipped_directory
 
-    source = package_folder()
+    for path in upload.sizes:
+        (place / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(upload.folder / path, place / path)
     leave_out = shutil.ignore_patterns("__pycache__")
     for package in ("orchestrator", "models"):
-        shutil.copytree(source / package, place / package, ignore=leave_out)
-    if not (place / "orchestrator" / "conf").exists():
-        shutil.copytree(shipped_directory(), place / "orchestrator" / "conf", ignore=leave_out)
-    return [str(place / "orchestrator"), str(place / "models")]
+        shutil.copytree(package_folder() / package, place / package, ignore=leave_out, dirs_exist_ok=True)
+    shutil.copytree(shipped_directory(), place / "orchestrator" / "conf", ignore=leave_out, dirs_exist_ok=True)
 
 
 def _size(size_bytes: int) -> str:

@@ -41,6 +41,7 @@ def start(shared: Path, *words: str) -> subprocess.Popen[str]:
         "SLURM_JOB_NUM_NODES": "1",
         "SLURM_JOB_ID": "42",
         "RAY_PORT": str(port),
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "PATH": f"{shared / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),

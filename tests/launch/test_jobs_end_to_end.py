@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -109,6 +110,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": TOKEN,
             "RAY_worker_niceness": "0",
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         },
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -122,6 +124,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     yield Head(url, f"127.0.0.1:{gcs}", folder, {**common, "RAY_AUTH_TOKEN_PATH": str(folder / "token")})
     process.terminate()
     process.wait(PATIENCE_SECONDS)
+    shutil.rmtree(short, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
