@@ -76,8 +76,8 @@ def problems_before_start(plan: RunPlan, plan_command: str) -> tuple[Problem, ..
     from orchestrator.data.check import check_data
     from orchestrator.launch.hardware import check_hardware
     from orchestrator.tracking.destination import check_tracking
-    from orchestrator.tracking.identity import checkpoint_directory, default_name
-    from orchestrator.tracking.run_directory import check_run_directory
+    from orchestrator.tracking.identity import checkpoint_directory
+    from orchestrator.tracking.run_directory import check_run_directory, upcoming_run
 
     config = plan.config
     found = [*plan.problems]
@@ -94,7 +94,8 @@ def problems_before_start(plan: RunPlan, plan_command: str) -> tuple[Problem, ..
     found += check_data(config)
     found += check_run_directory(config)
     found += check_start(config)
-    found += check_destination(config, checkpoint_directory(config, config.run.name or default_name(config)))
+    run, continues = upcoming_run(config)
+    found += check_destination(config, checkpoint_directory(config, run), continues=continues)
     found += check_tracking(config, os.environ, Path.cwd())
     return tuple(_new(found, ()))
 

@@ -133,6 +133,12 @@ def check_run_directory(config: RunConfig) -> tuple[Problem, ...]:
     return tuple(problems)
 
 
+def upcoming_run(config: RunConfig) -> tuple[Path, bool]:
+    """(folder, whether an unfinished run goes on) of a command with this configuration, as things stand now."""
+    choice = _choose(config)
+    return choice.path, choice.continues
+
+
 def open_run(config: RunConfig, plan: RunPlan) -> RunDirectory:
     """Take the run's folder: lock it, write `config.yaml` and `plan.json`, put an earlier summary aside.
 

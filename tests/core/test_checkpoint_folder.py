@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.checkpoint.destination import check_destination
 from orchestrator.checkpoint.folder import (
     BROKEN,
     DELETED,
@@ -254,6 +255,19 @@ def test_a_run_is_not_resumed_from_weights_alone(tmp_path: Path) -> None:
     (problem,) = check_start(run_config("runs", {"checkpoint.resume": str(tmp_path)}))
     assert "weights alone" in problem.message
     assert f"checkpoint.init_from={tmp_path}" in problem.fix
+
+
+def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_another_of_its_name(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 3, config=run_config("runs").to_dict())
+    new = run_config("runs", {"checkpoint.resume": "never"})
+    (problem,) = check_destination(new, str(tmp_path))
+    assert problem.key == "checkpoint.directory"
+    assert "the newest of step 3" in problem.message
+    assert check_destination(new, str(tmp_path), continues=True) == ()
+    assert check_destination(new, str(tmp_path / "elsewhere")) == ()
+    assert check_destination(run_config("runs"), str(tmp_path)) == ()
+    other = run_config("runs", {"model.vocab_size": 300})
+    assert [problem.key for problem in check_destination(other, str(tmp_path))] == ["model.vocab_size"]
 
 
 # Left-overs and retention
