@@ -40,7 +40,7 @@ Exit codes: 0 done, 2 refused before anything started, 3 the run failed, 4 stopp
 
 def top_help(config_directory: Path | None = None) -> str:
     """The text of `--help`."""
-    listed = "\n".join(f"  {name:<8}  {commands.SUMMARIES[name]}" for name in commands.offered())
+    listed = "\n".join(f"  {name:<10}  {commands.SUMMARIES[name]}" for name in commands.offered())
     return _TOP.format(commands=listed, groups=reference.groups_text(config_directory))
 
 

@@ -8,7 +8,7 @@ Hydra composes the groups; values of keys are applied here, over everything that
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -215,7 +215,7 @@ def _take_live_cluster(
     except ConfigError as error:
         # Something in its place, so that what else is wrong is found; it is never planned for.
         composed.cluster = OmegaConf.create({"device": "cpu", "gpu": {"name": "CPU", "memory_gib": 1}})
-        return list(error.problems)
+        return [replace(problem, key=problem.key or "cluster") for problem in error.problems]
     own = {key: OmegaConf.select(composed, key) for key in sources.set_by_experiment("cluster")}
     composed.cluster = OmegaConf.create(dict(live))
     for key, value in own.items():

@@ -214,4 +214,5 @@ def test_why_a_cluster_could_not_be_asked_comes_with_the_other_problems() -> Non
 
     examined = examine(["cluster=ray", "training.steps=-1"], ask_cluster=silent)
     assert examined.problems[0].message == "it is silent."
-    assert {problem.key for problem in examined.problems} == {"", "training.steps"}
+    assert {problem.key for problem in examined.problems} == {"cluster", "training.steps"}
+    assert examined.remainder() is None, "nothing is planned for a cluster that is not known"
