@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import Problem
+from orchestrator.errors import ConfigError, Problem
 
 LIMIT_BYTES = 100 * 2**20
 """Above this it is data or results rather than source; Ray itself takes up to 500 MiB, through the head's memory."""
@@ -51,7 +51,7 @@ class Upload:
 
 
 def measure(folder: Path) -> Upload:
-    """What Ray would send of `folder`."""
+    """What Ray would send of `folder`. Raises `ConfigError` when it cannot be read."""
     # Ray's own walk, so that what is measured is what is sent; pinned by `test_launch_ray_contract.py`.
     from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
 
@@ -72,6 +72,9 @@ def measure(folder: Path) -> Upload:
         walk(folder, [_get_excludes(folder, list(excludes))], note, include_gitignore=True, logger=quiet)
     except _TooManyError:
         return Upload(folder, excludes, sizes, complete=False)
+    except OSError as error:
+        fix = "Name it in a .rayignore there, or submit from another folder."
+        raise ConfigError(Problem("", f"{folder} cannot be uploaded: {error}.", fix)) from error
     return Upload(folder, excludes, sizes, complete=True)
 
 
