@@ -11,7 +11,6 @@ import json
 import math
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +21,11 @@ from torch import Tensor
 
 from models.huggingface import ForeignWeight
 from models.registry import family
+from orchestrator.checkpoint.appearing import appearing
 from orchestrator.checkpoint.folder import Checkpoint
 from orchestrator.checkpoint.huggingface_folder import INDEX_NAME, WEIGHTS_NAME, refusals_of_target
 from orchestrator.checkpoint.huggingface_tokenizer import TokenizerFiles
 from orchestrator.checkpoint.safetensors_file import BLOCK_BYTES, ITEM_BYTES, header_bytes
-from orchestrator.checkpoint.storage import LocalFolder
 from orchestrator.checkpoint.tensors import CheckpointTensors
 from orchestrator.config.model_folder import CONFIG_NAME
 from orchestrator.config.schema.model import ModelConfig
@@ -95,25 +94,14 @@ def export(
     config, generation = _configs(model, entries, tokenizer)
     total = sum(entry.size_bytes for entry in entries)
     _check_room(target, total)
-    temporary = target.parent / f".tmp-{target.name}-{uuid.uuid4().hex[:8]}"
-    temporary.mkdir(parents=True)
     try:
-        _write_json(temporary / CONFIG_NAME, config)
-        _write_json(temporary / "generation_config.json", generation)
-        tokenizer.write(temporary)
-        files = _write_weights(temporary, entries, tensors, max_shard_bytes, lambda done: told(done, total))
-        for path in temporary.iterdir():
-            _sync(path)
-        LocalFolder(temporary).sync()
-        if target.exists():
-            raise FileExistsError(f"{target} has appeared meanwhile")
-        temporary.rename(target)
-        LocalFolder(target.parent).sync()
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError | ValueError):
-            raise RunError(Problem("", f"The export to {target} failed: {error}.", "")) from error
-        raise
+        with appearing(target) as temporary:
+            _write_json(temporary / CONFIG_NAME, config)
+            _write_json(temporary / "generation_config.json", generation)
+            tokenizer.write(temporary)
+            files = _write_weights(temporary, entries, tensors, max_shard_bytes, lambda done: told(done, total))
+    except (OSError, ValueError) as error:
+        raise RunError(Problem("", f"The export to {target} failed: {error}.", "")) from error
     return Exported(target, files, total)
 
 
@@ -242,11 +230,6 @@ def _row_blocks(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[slice]:
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())
 
 
 assert set(_WORDS.values()) == set(ITEM_BYTES)

@@ -6,8 +6,8 @@ Everything against it is told at once and nothing is written then. The target fo
 
 from __future__ import annotations
 
+import shlex
 import shutil
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,21 +63,18 @@ def _import(source: Path, target: Path, overrides: Sequence[str], invocation: In
     if problems:
         raise ConfigError(problems)
 
+    from orchestrator.checkpoint.appearing import appearing
     from orchestrator.checkpoint.huggingface_import import import_weights
     from orchestrator.checkpoint.ranks import CheckpointError
 
-    temporary = target.parent / f".tmp-{target.name}-{uuid.uuid4().hex[:8]}"
     try:
-        temporary.mkdir(parents=True)
-        tokenizer = _copy_tokenizer(folder.path, temporary / "tokenizer")
-        facts = {"imported_from": str(source.absolute())}
-        data = {} if tokenizer is None else {"data": {"tokenizer": str((target / "tokenizer").absolute())}}
-        checkpoint = import_weights(temporary, model, sources, {**facts, **data})
-        temporary.rename(target)
+        with appearing(target) as temporary:
+            tokenizer = _copy_tokenizer(folder.path, temporary / "tokenizer")
+            facts = {"imported_from": str(source.absolute())}
+            data = {} if tokenizer is None else {"data": {"tokenizer": str((target / "tokenizer").absolute())}}
+            checkpoint = import_weights(temporary, model, sources, {**facts, **data})
     except (CheckpointError, OSError) as error:
         raise RunError(Problem(_KEY, f"{target} could not be written: {error}.", "")) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     size = checkpoint.manifest.size_bytes
     print("\n".join(_closing(target, model, size, tokenizer)), flush=True)
 
@@ -106,12 +103,11 @@ def _closing(target: Path, model: ModelConfig, size_bytes: int, tokenizer: Path 
     from orchestrator.checkpoint.manifest import step_name
 
     checkpoint = target / step_name(0)
-    text = "data=text data.path=YOUR_TEXTS"
-    words = [f"model={checkpoint}", f"checkpoint.init_from={checkpoint}", text]
+    words = [f"model={checkpoint}", f"checkpoint.init_from={checkpoint}", "data=text", "data.path=YOUR_TEXTS"]
     if tokenizer is not None:
         words.append(f"data.tokenizer={target / 'tokenizer'}")
     return [
         f"{parameter_count(model):,} parameters, {size_bytes / 1e6:,.0f} MB, in {checkpoint}",
-        "train from it:  python -m orchestrator " + " ".join(words),
+        "train from it:  python -m orchestrator " + shlex.join(words),
         str(checkpoint),
     ]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from models.registry import family
 from models.spec import parameter_specs
+from orchestrator.checkpoint.appearing import appearing
 from orchestrator.checkpoint.huggingface_folder import is_huggingface, match, open_huggingface
 from orchestrator.checkpoint.huggingface_tokenizer import byte_letters, tokenizer_files
 from orchestrator.checkpoint.safetensors_file import header_bytes, read_blocks, read_header, same_values
@@ -344,6 +348,44 @@ def test_the_path_of_a_checkpoint_is_a_model_too(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "manifest.json").write_text(json.dumps({"config": config.to_dict()}))
     assert load_config([f"model={folder}"]).model == config.model
+
+
+# Folders that appear whole
+
+
+def kill_while_writing(target: Path) -> None:
+    """A process that is killed while it writes `target`."""
+    script = f"""
+import os, signal
+from pathlib import Path
+from orchestrator.checkpoint.appearing import appearing
+with appearing(Path({str(target)!r})) as folder:
+    (folder / "half").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], check=False)
+    assert done.returncode == -signal.SIGKILL
+
+
+def test_what_a_killed_writer_left_is_no_folder_and_goes_with_the_next(tmp_path: Path) -> None:
+    kill_while_writing(tmp_path / "out")
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".tmp-out-")
+    with appearing(tmp_path / "out") as folder:
+        assert list(tmp_path.iterdir()) == [folder]
+        (folder / "whole").write_text("whole")
+        with appearing(tmp_path / "out") as other:
+            assert folder.is_dir(), "a living writer's folder stays"
+            (other / "first").write_text("first")
+        (tmp_path / "out" / "first").rename(tmp_path / "kept")
+        (tmp_path / "out").rmdir()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole"]
+
+
+def test_a_folder_that_appears_meanwhile_is_not_written_over(tmp_path: Path) -> None:
+    with pytest.raises(FileExistsError), appearing(tmp_path / "out"):
+        (tmp_path / "out").mkdir()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 # What the README says

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from models.spec import parameter_specs
 from orchestrator.checkpoint.manifest import describe
 from orchestrator.checkpoint.write import save
 from orchestrator.engine.build import build
@@ -78,7 +79,10 @@ def _loaded(rank: int, world: int, case: Case, mesh: Mesh) -> Loaded:
     if case.checkpoints is not None:
         facts = describe(plan, step=3, tokens=7, data_fingerprint="", data_position={})
         save(case.checkpoints, 3, state_of(parts), facts)
-    whole = {name: _whole(parameter) for name, parameter in saved_parameters(parts).items()} if case.gather else {}
+    rows = {spec.name: spec.shape[0] for spec in parameter_specs(plan.config.model)}
+    held = saved_parameters(parts) if case.gather else {}
+    # A padded vocabulary has rows beyond the model's own, at the end.
+    whole = {name: _whole(parameter)[: rows[name]] for name, parameter in held.items()}
     return Loaded(_logits(parts, plan, rank, world, case.tokens), whole, growth_bytes)
 
 

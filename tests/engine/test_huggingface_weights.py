@@ -53,6 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_scaling": RopeScaling(rope_type="llama3", factor=8, original_max_position_embeddings=16),
     },
     "smollm": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "a vocabulary that ranks cut unevenly": {"vocab_size": 97, "tie_word_embeddings": True},
     "mistral": {"num_key_value_heads": 2, "sliding_window": 7, "head_dim": 16},
     "qwen2": {
         "num_key_value_heads": 2,
@@ -66,8 +67,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "ZeRO 3": {"parallel__data": 4, "parallel__zero_stage": 3},
     "TP 2 x ZeRO 2": {"parallel__tensor": 2, "parallel__data": 2, "parallel__zero_stage": 2},
     "PP 2 x TP 2": {"parallel__tensor": 2, "parallel__pipeline": 2},
-    "PP 2 x ZeRO 1": {"parallel__pipeline": 2, "parallel__data": 2, "parallel__zero_stage": 1},
 }
+MATRIX = [(name, split) for name in MODELS if name != "llama" for split in PLANS]
+"""What is loaded under what; plain llama has nothing that the others have not."""
 TOLERANCE = 2e-6
 """Largest difference of a logit over the largest logit."""
 
@@ -115,15 +117,14 @@ def under_plans(
 ) -> dict[tuple[str, str], tuple[list[Loaded], Path]]:
     """What every rank has of every model under every plan, and the checkpoints that they saved of it."""
     base = tmp_path_factory.mktemp("checkpoints")
-    names = [(name, split) for name in MODELS for split in PLANS]
     cases = [
         Case(plan_of(model_of(folders[name]), **PLANS[split]), folders[name], tokens(), checkpoints=base / f"{number}")
-        for number, (name, split) in enumerate(names)
+        for number, (name, split) in enumerate(MATRIX)
     ]
     by_rank = on_ranks(4, loaded_under, cases)
     return {
         pair: ([results[index] for results in by_rank], base / f"{index}" / "step-00000003")
-        for index, pair in enumerate(names)
+        for index, pair in enumerate(MATRIX)
     }
 
 
@@ -143,8 +144,7 @@ def test_the_folders_are_what_they_stand_for(folders: dict[str, Path]) -> None:
 # Loading
 
 
-@pytest.mark.parametrize("split", PLANS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "split"), MATRIX)
 def test_every_family_is_loaded_bit_for_bit_under_every_kind_of_plan(
     folders: dict[str, Path], under_plans: dict[tuple[str, str], tuple[list[Loaded], Path]], name: str, split: str
 ) -> None:
@@ -210,8 +210,7 @@ def test_a_run_begins_with_the_weights_of_a_folder_and_of_a_checkpoint_made_of_i
 # Exporting
 
 
-@pytest.mark.parametrize("split", PLANS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "split"), MATRIX)
 def test_a_checkpoint_of_any_plan_is_exported_bit_for_bit(
     folders: dict[str, Path],
     under_plans: dict[tuple[str, str], tuple[list[Loaded], Path]],
