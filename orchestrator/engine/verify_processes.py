@@ -27,8 +27,8 @@ from typing import Any
 
 from orchestrator.errors import OrchestratorError, Problem, RunError
 
-PATIENCE_SECONDS = 180.0
-"""Longest silence of all ranks together; a toy's step takes well under a second on an idle machine."""
+PATIENCE_SECONDS = 300.0
+"""Longest silence of all ranks together; a step of a toy takes under a second on an idle machine."""
 _GRACE_SECONDS = 2.0
 """After the first failure, for others to say what they know."""
 _TRACEBACK_LINES = 30
