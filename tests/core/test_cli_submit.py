@@ -20,6 +20,7 @@ from orchestrator.config.compose import load_config
 from orchestrator.errors import ConfigError
 from orchestrator.launch import jobs
 from orchestrator.launch.jobs import JobEnd, find_dashboard
+from orchestrator.launch.upload import Upload
 
 TOKEN = "a-token-of-the-cluster"
 
@@ -253,6 +254,31 @@ def test_a_dashboard_that_stays_away_is_given_up(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Client, "get_job_info", lambda *_: (_ for _ in ()).throw(ConnectionError("gone")))
     end = jobs.follow(Client(), "j", lambda _: None, lambda _: None)
     assert end.status == "UNKNOWN"
+
+
+def test_a_job_gets_the_network_s_and_the_record_s_variables_those_that_are_named_and_time_to_save(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0", "MLFLOW_TRACKING_TOKEN": "t", "AWS_KEY": "k",
+             "AWS_SECRET": "s", "MINE": "m", "UNRELATED": "u"}  # fmt: skip
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    config = load_config(["fault_tolerance.grace_seconds=120"])
+    made = parse(["submit", "--env", "AWS_*,MINE"])
+    (tmp_path / "mine.txt").write_text("mine")
+    upload = Upload(tmp_path, (), {"mine.txt": 4}, complete=True)
+    with submit._runtime_env(config, made, upload) as values:
+        assert {name: values["env_vars"].get(name) for name in given} == {**given, "UNRELATED": None}
+        assert values["env_vars"][job_paths.WAIT_VARIABLE] == "180"
+        sent = Path(values["working_dir"])
+        assert (sent / "mine.txt").read_text() == "mine"
+        assert (sent / "orchestrator" / "conf" / "config.yaml").is_file()
+        assert (sent / "models" / "registry.py").is_file()
+    with (
+        pytest.raises(ConfigError, match="NOT_SET is not set here"),
+        submit._runtime_env(config, parse(["submit", "--env", "NOT_SET"]), upload),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(
