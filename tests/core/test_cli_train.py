@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.cli.closing import attention_row
 from orchestrator.cli.main import main
 from orchestrator.errors import PlacementError, Problem
 from orchestrator.launch.request import Attempt, LaunchOutcome, LaunchRequest
@@ -140,6 +141,19 @@ def test_the_summary_has_the_contract_s_fields(train) -> None:
     assert summary["peak_memory_bytes"] == [100, 101]
     assert summary["mlflow_run_id"] == "run-id-1"
     assert {"cause", "first_step", "last_step", "seconds", "world_size"} <= set(summary["attempts"][0])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "row"),
+    [
+        ("flash_cpu", "torch's flash kernel for CPUs (flash_cpu)"),
+        ("flash, math", "FlashAttention (flash); no fused kernel: scores are kept as a matrix (math)"),
+        ("one_of_tomorrow", "one_of_tomorrow (one_of_tomorrow)"),
+        (None, ""),
+    ],
+)
+def test_the_last_lines_name_the_attention_kernel_that_ran(kernel: str | None, row: str) -> None:
+    assert attention_row({"attention_kernel": kernel}) == row
 
 
 def test_a_stopped_run_ends_with_4_and_the_same_command_continues_it(train) -> None:

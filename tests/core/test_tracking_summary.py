@@ -112,6 +112,24 @@ def test_the_summary_tells_what_was_recorded(tmp_path: Path) -> None:
     assert summary["mlflow_run_id"] == "abc"
 
 
+@pytest.mark.parametrize(
+    ("ranks", "recorded", "told"),
+    [
+        ({0: "flash_cpu", 1: "flash_cpu"}, None, "flash_cpu"),
+        ({0: "flash", 1: "math, flash"}, None, "flash, math"),
+        ({0: None, 1: None}, None, None),
+        # The ranks were killed before they could say how they ended; the record says what it saw.
+        ({}, "efficient", "efficient"),
+    ],
+)
+def test_the_summary_names_every_attention_kernel_that_ran_on_any_rank(
+    ranks: dict[int, str | None], recorded: str | None, told: str | None, tmp_path: Path
+) -> None:
+    MetricsLog(tmp_path / "metrics.jsonl").append(step_record(1, attention_kernel=recorded))
+    results = {rank: {"attention_kernel": kernel} for rank, kernel in ranks.items()}
+    assert summary_of(tmp_path, rank_results=results)["attention_kernel"] == told
+
+
 def test_executed_steps_are_the_sum_over_attempts() -> None:
     attempts: list[dict[str, int | None]] = [
         {"first_step": 1, "last_step": 14},

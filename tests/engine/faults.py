@@ -18,7 +18,7 @@ def gradient_divided_by_accumulation() -> Any:
 
     real = step._accumulate
     return mock.patch.object(
-        step, "_accumulate", lambda parts, batches, share: real(parts, batches, share / len(batches))
+        step, "_accumulate", lambda parts, batches, share, *more: real(parts, batches, share / len(batches), *more)
     )
 
 
@@ -122,12 +122,48 @@ def gradients_reduced_after_the_last_micro_batch_only_lose_the_others() -> Any:
 
     real = step._accumulate
 
-    def forgetful(parts: Any, batches: Any, share: float) -> torch.Tensor:
-        total = real(parts, batches[:-1], share) if len(batches) > 1 else 0.0
+    def forgetful(parts: Any, batches: Any, share: float, *more: Any) -> torch.Tensor:
+        total = real(parts, batches[:-1], share, *more) if len(batches) > 1 else 0.0
         parts.optimizer.zero_grad()
-        return total + real(parts, batches[-1:], share)
+        return total + real(parts, batches[-1:], share, *more)
 
     return mock.patch.object(step, "_accumulate", forgetful)
+
+
+def padded_rows_enter_the_loss() -> Any:
+    """Rows that fill up the vocabulary compete with the tokens."""
+    from orchestrator.engine import head
+
+    real = head.HeadPart
+
+    def all_rows(**of: Any) -> Any:
+        return real(**(of | {"rows": max(of["rows"], 49)}))
+
+    return mock.patch.object(head, "HeadPart", all_rows)
+
+
+def each_tensor_rank_normalises_its_own_part() -> Any:
+    """The softmax is taken over this rank's part of the vocabulary alone."""
+    from orchestrator.engine import loss
+
+    real = loss._over_all_parts
+
+    def own(normaliser: Any, label_logit: Any, group: Any) -> Any:
+        return normaliser, real(normaliser, label_logit, group)[1]
+
+    return mock.patch.object(loss, "_over_all_parts", own)
+
+
+def the_last_chunk_of_the_loss_is_left_out() -> Any:
+    """Tokens behind the last whole chunk are not learned from."""
+    from orchestrator.engine import loss
+
+    real = loss._pieces
+
+    def whole(tensor: Any, part: Any) -> Any:
+        return real(tensor, part)[:-1]
+
+    return mock.patch.object(loss, "_pieces", whole)
 
 
 def initial_weights_of_the_rank() -> Any:

@@ -11,7 +11,7 @@ from tests.engine import faults
 from tests.engine.faults import Plant
 from tests.engine.gloo import on_ranks
 from tests.engine.parity import Case, RankTrace, expected, run_cases, together
-from tests.engine.parity_cases import CLIPPED, TIED, case, pipeline, tensor, zero
+from tests.engine.parity_cases import CLIPPED, TIED, UNEVEN, case, pipeline, tensor, zero
 
 pytestmark = pytest.mark.torch
 
@@ -46,6 +46,7 @@ DATA = case("data", "ragged", CLIPPED, parallel__data=2, training__micro_batch_s
 ZERO_3 = case("ZeRO-3", "ragged", CLIPPED, **zero(2, 3))
 ZERO_2 = case("ZeRO-2", "ragged", CLIPPED, **zero(2, 2))
 TENSOR = case("tensor", "ragged", CLIPPED, **tensor(2))
+UNEVEN_CUT = case("tensor, uneven vocabulary", "ragged", CLIPPED, **tensor(2), **UNEVEN)
 STAGES = case("pipeline", "ragged", CLIPPED, **pipeline(2, "1f1b"), **TIED)
 
 PLANTED: list[tuple[Plant, Case]] = [
@@ -54,6 +55,9 @@ PLANTED: list[tuple[Plant, Case]] = [
     (faults.norm_of_this_rank_alone, STAGES),
     (faults.tied_gradients_not_summed, STAGES),
     (faults.replicated_weights_counted_by_every_tensor_rank, TENSOR),
+    (faults.padded_rows_enter_the_loss, UNEVEN_CUT),
+    (faults.each_tensor_rank_normalises_its_own_part, TENSOR),
+    (faults.the_last_chunk_of_the_loss_is_left_out, DATA),
     (faults.stale_weights_after_the_step, ZERO_2),
     (faults.mask_ignored_in_the_token_count, DATA),
     (faults.mean_of_means_over_ranks, DATA),
@@ -63,7 +67,7 @@ PLANTED: list[tuple[Plant, Case]] = [
 ]
 
 
-SOUND: list[tuple[Plant | None, Case]] = [(None, one) for one in (DATA, ZERO_2, ZERO_3, TENSOR, STAGES)]
+SOUND: list[tuple[Plant | None, Case]] = [(None, one) for one in (DATA, ZERO_2, ZERO_3, TENSOR, UNEVEN_CUT, STAGES)]
 EVERYTHING = [*PLANTED, *SOUND]
 
 
