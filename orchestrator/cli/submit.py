@@ -188,6 +188,8 @@ def _runtime_env(config: RunConfig, invocation: Invocation, upload: Upload) -> I
 
 def _exit_code(end: JobEnd, job: str) -> int:
     """The exit code of the training, whatever Ray made of it; says why where it has none."""
+    from orchestrator.launch.jobs import UNKNOWN
+
     if end.code in (0, _REFUSED, _FAILED, _STOPPED):
         return end.code
     if end.status == "STOPPED":
@@ -195,6 +197,9 @@ def _exit_code(end: JobEnd, job: str) -> int:
             print(f"job {job} was stopped before it began", file=sys.stderr)
             return _STOPPED
         print(f"job {job} was ended before it could say that it had saved", file=sys.stderr)
+        return _FAILED
+    if end.status == UNKNOWN:
+        print(f"{end.message}; job {job} may still run", file=sys.stderr)
         return _FAILED
     reason = " ".join(end.message.splitlines()[:3])
     if not end.started:

@@ -32,6 +32,8 @@ _SECONDS = 10.0
 _LOST_SECONDS = 120.0
 """How long a dashboard that no longer answers is waited for."""
 _AGAIN_SECONDS = 1.0
+UNKNOWN = "UNKNOWN"
+"""Status of a job whose dashboard was not reached to the end."""
 _DEFAULT = "http://127.0.0.1:8265"
 
 
@@ -40,7 +42,7 @@ class JobEnd:
     """How a job ended."""
 
     status: str
-    """Ray's word: SUCCEEDED, FAILED, STOPPED."""
+    """Ray's word: SUCCEEDED, FAILED, STOPPED; or `UNKNOWN`."""
     code: int | None
     """Exit code of its command; None: not known."""
     started: bool
@@ -164,6 +166,8 @@ class _Follower:
         self._line = ""
         """What of the log's last line has come so far."""
         self._code: int | None = None
+        self._started = False
+        """Whether Ray has said that it runs the job's command."""
         self._stops = 0
         self._leave: asyncio.Event
 
@@ -217,12 +221,12 @@ class _Follower:
                     self._tell(f"the dashboard does not answer ({error}); the job goes on, trying again")
                 lost += _AGAIN_SECONDS
                 if lost > _LOST_SECONDS:
-                    return JobEnd("UNKNOWN", None, True, f"the dashboard was not reached for {_LOST_SECONDS:g} s")
+                    return JobEnd(UNKNOWN, None, True, f"the dashboard was not reached for {_LOST_SECONDS:g} s")
             else:
                 if info.status.is_terminal():
                     self._flush()
                     code = self._code if self._code is not None else info.driver_exit_code
-                    started = self._seen > 0 or info.driver_exit_code is not None
+                    started = self._started or info.driver_exit_code is not None
                     return JobEnd(info.status.value, code, started, info.message or "")
             await asyncio.sleep(_AGAIN_SECONDS)
 
@@ -243,7 +247,9 @@ class _Follower:
             found = _EXIT_LINE.fullmatch(line)
             if found:
                 self._code = int(found[1])
-            elif not line.startswith(f"Running entrypoint for job {self._job}:"):  # said when it was sent
+            elif line.startswith(f"Running entrypoint for job {self._job}:"):  # the command itself was said before
+                self._started = True
+            else:
                 self._write(line)
 
     def _flush(self) -> None:
