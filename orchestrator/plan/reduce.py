@@ -58,9 +58,12 @@ class Axes:
         return self.pipeline * self.replicate * self.shard * self.tensor
 
     def describe(self) -> str:
-        """`pipeline 2 x shard 2`, or `1 process`."""
-        named = {name: getattr(self, name) for name in _AXES if getattr(self, name) > 1}
-        return " x ".join(f"{name} {size}" for name, size in named.items()) or "1 process"
+        """`pipeline 2 x data 2`, `replicate 2 x shard 2 x tensor 2`, or `1 process`."""
+        data = {"data": self.replicate * self.shard}
+        if self.replicate > 1 < self.shard:
+            data = {"replicate": self.replicate, "shard": self.shard}
+        named = {"pipeline": self.pipeline, **data, "tensor": self.tensor}
+        return " x ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "1 process"
 
 
 _AXES = ("pipeline", "replicate", "shard", "tensor")

@@ -215,3 +215,16 @@ def test_a_plan_of_four_split_axes_keeps_only_legal_settings_where_it_has_lost_a
     assert [one.axes for one in found] == [Axes(2, 1, 2, 2), Axes(2, 2, 2, 1), Axes(1, 2, 2, 2)]
     assert [one.plan.config.parallel.virtual_stages for one in found] == [2, 2, 1]
     assert [one.plan.config.parallel.zero_group for one in found] == ["auto", 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        (Axes(1, 1, 1, 1), "1 process"),
+        (Axes(2, 1, 4, 1), "pipeline 2 x data 4"),
+        (Axes(1, 8, 1, 1), "data 8"),
+        (Axes(1, 2, 2, 2), "replicate 2 x shard 2 x tensor 2"),
+    ],
+)
+def test_axes_are_told_in_the_words_of_the_configuration(axes: Axes, words: str) -> None:
+    assert axes.describe() == words
