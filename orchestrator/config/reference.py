@@ -48,6 +48,8 @@ def group_text(group: str, config_directory: Path | None = None) -> str:
         file = locate.option_file(group, option, config_directory)
         text = locate.comment_of(file) if file is not None else ""
         lines += _hanging(f"  {option:<{width}}  ", text)
+    if group == "model":
+        lines += _hanging("or model=FOLDER: ", "every size from a Hugging Face config.json or from a checkpoint there.")
     return "\n".join(lines)
 
 
