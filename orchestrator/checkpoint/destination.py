@@ -17,7 +17,7 @@ from orchestrator.checkpoint.huggingface_folder import model_problems
 from orchestrator.checkpoint.object_storage import hurried
 from orchestrator.checkpoint.storage import Folder, StorageError, open_folder
 from orchestrator.config.schema import ModelConfig, RunConfig
-from orchestrator.config.urls import is_url
+from orchestrator.config.urls import is_url, url_problem
 from orchestrator.errors import Problem
 
 KEY = "checkpoint.directory"
@@ -34,6 +34,8 @@ def check_destination(config: RunConfig, directory: str, *, continues: bool = Fa
 
     Whoever reads a store needs the same rights on every node; only this machine's are tried.
     """
+    if url_problem(config.checkpoint.directory or "") is not None:
+        return ()  # told by the check of the configuration
     try:
         with hurried(_PATIENCE_SECONDS):
             if is_url(directory):

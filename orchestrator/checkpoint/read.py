@@ -7,6 +7,7 @@ Writing is in `write.py`, the folder's rules in `folder.py`.
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -16,13 +17,23 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
-from orchestrator.checkpoint.folder import BROKEN, Checkpoint, Location, newest_complete, open_checkpoint, set_aside
+from orchestrator.checkpoint.folder import (
+    BROKEN,
+    Checkpoint,
+    Location,
+    committed_folders,
+    faults_of_folder,
+    open_checkpoint,
+    set_aside,
+)
 from orchestrator.checkpoint.manifest import faults_of
 from orchestrator.checkpoint.ranks import CheckpointError, Ranks
 from orchestrator.checkpoint.shard_reader import ShardReader
 from orchestrator.checkpoint.shard_writer import METADATA_NAME
 from orchestrator.checkpoint.storage import Folder, open_folder
 from orchestrator.checkpoint.write import without_single_process_warning
+
+_LOG = logging.getLogger(__name__)
 
 _NAMES_SHOWN = 20
 
@@ -80,28 +91,56 @@ def load_newest(
 ) -> tuple[Checkpoint | None, list[str]]:
     """Load the newest checkpoint whose every byte agrees with its manifest. Collective.
 
-    One that is damaged is renamed out of the way and the one before it is taken.
+    Damaged ones that are newer are set aside once it has been found; where all are damaged they stay as they are.
 
     Returns:
-        The checkpoint that was loaded (None: there is none, the state is untouched) and one message for each damaged
-        one that was passed over.
+        The checkpoint that was loaded (None: there is no whole one, the state is untouched) and one message for each
+        damaged one that was passed over.
 
     Raises:
         CheckpointError: a whole checkpoint does not fit the state; an older one would not either.
     """
     ranks = ranks or Ranks.of()
-    passed_over: list[str] = []
+    damaged: dict[str, list[str]] = {}
     while True:
-        path = ranks.on_first("look for checkpoints", partial(_newest_path, directory))
+        path, found = ranks.on_first("look for checkpoints", partial(_newest, directory, frozenset(damaged)))
+        damaged |= found
         if path is None:
-            return None, passed_over
+            return None, _passed_over(damaged)
         checkpoint = open_together(path, ranks)
         faults = _faults(checkpoint, ranks)
         if not faults:
             load(checkpoint, state, optional=optional, verify=False, ranks=ranks)
-            return checkpoint, passed_over
-        passed_over.append(f"Checkpoint {checkpoint.path} is passed over, it is damaged: {'; '.join(faults)}.")
-        ranks.on_first("set the damaged checkpoint aside", partial(_set_aside, checkpoint.path))
+            ranks.on_first("set damaged checkpoints aside", partial(_set_aside, list(damaged)))
+            return checkpoint, _passed_over(damaged)
+        damaged[path] = faults
+
+
+def _newest(directory: Location, known: frozenset[str]) -> tuple[str | None, dict[str, list[str]]]:
+    """(the newest that looks complete, faults of those above it by path), without those that are known as damaged."""
+    damaged: dict[str, list[str]] = {}
+    for _, folder in reversed(committed_folders(directory)):
+        if str(folder) in known:
+            continue
+        faults = faults_of_folder(folder)
+        if not faults:
+            return str(folder), damaged
+        damaged[str(folder)] = faults
+    return None, damaged
+
+
+def _passed_over(damaged: dict[str, list[str]]) -> list[str]:
+    return [
+        f"Checkpoint {path} is passed over, it is damaged: {'; '.join(faults)}." for path, faults in damaged.items()
+    ]
+
+
+def _set_aside(paths: list[str]) -> None:
+    for path in paths:
+        try:
+            set_aside(path, BROKEN)
+        except OSError as error:
+            _LOG.warning("The damaged checkpoint %s stays where it is (%s).", path, error)
 
 
 def open_together(location: str, ranks: Ranks) -> Checkpoint:
@@ -121,15 +160,6 @@ def data_folder(checkpoint: Checkpoint) -> Folder:
         if name == METADATA_NAME:
             return checkpoint.folder.child(prefix) if slash else checkpoint.folder
     raise CheckpointError(f"{checkpoint.path} does not fit: its manifest names no {METADATA_NAME}")
-
-
-def _newest_path(directory: Location) -> str | None:
-    found = newest_complete(directory)
-    return None if found is None else found.path
-
-
-def _set_aside(path: str) -> None:
-    set_aside(path, BROKEN)
 
 
 def _faults(checkpoint: Checkpoint, ranks: Ranks) -> list[str]:

@@ -14,8 +14,8 @@ from orchestrator.checkpoint.huggingface_folder import is_huggingface
 from orchestrator.checkpoint.manifest import problems_of_resuming
 from orchestrator.checkpoint.ranks import Ranks
 from orchestrator.checkpoint.read import open_together
-from orchestrator.config.urls import is_url
 from orchestrator.checkpoint.store import load, load_newest
+from orchestrator.config.urls import is_url
 from orchestrator.engine.start_weights import load_huggingface
 from orchestrator.engine.state import OPTIONAL, after_loading, state_of
 from orchestrator.engine.step import Parts
@@ -56,6 +56,8 @@ def resume(task: RankTask, link: RankLink, parts: Parts, data_fingerprint: str, 
         found, passed_over = load_newest(own, state_of(parts), optional=OPTIONAL)
         if passed_over and task.rank == 0:
             link.report({"kind": "warning", "rank": 0, "message": "\n".join(passed_over)})
+        if passed_over and found is None:
+            raise RunError(_all_damaged(own, passed_over))
     if found is None and asked not in ("auto", "never"):
         found = _open(asked, "checkpoint.resume")
         load(found, state_of(parts), optional=OPTIONAL)
@@ -80,6 +82,15 @@ def resume(task: RankTask, link: RankLink, parts: Parts, data_fingerprint: str, 
     log.rewind(resumed.step)
     link.report({"kind": "resumed", "step": resumed.step, "checkpoint": found and str(found.path)})
     return _with_record(resumed, log)
+
+
+def _all_damaged(directory: str, passed_over: list[str]) -> Problem:
+    """A run that has got somewhere does not begin anew by itself, and what is left of it may still be mended."""
+    return Problem(
+        "checkpoint.directory",
+        f"No checkpoint in {directory} can be gone on from. {' '.join(passed_over)}",
+        "Mend or restore one of them; or move them away, and the same command begins anew.",
+    )
 
 
 def _open(path: str, key: str) -> Checkpoint:

@@ -83,6 +83,37 @@ def test_a_changed_batch_goes_on_where_the_data_stand(tmp_path: Path) -> None:
     assert [sample for step in ids for sample in step] == small
 
 
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_a_run_names_the_damage_says_so_and_goes_on_from_the_one_before(tmp_path: Path, damage: str) -> None:
+    changes = {"training__steps": 4, "checkpoint__every_steps": 1, "checkpoint__keep_last": 3}
+    run(tmp_path, stop_at_step={0: 4}, **changes)
+    shard = tmp_path / "checkpoints" / "step-00000003" / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    if damage == "remove":
+        shard.unlink()
+    else:
+        shard.write_bytes(data if damage == "flip" else data[:-1])
+    link = run(tmp_path, attempt=2, **changes)
+    (warning,) = (event["message"] for event in link.events if event["kind"] == "warning")
+    assert "step-00000003 is passed over" in warning
+    assert "__0_0.distcp" in warning
+    assert [event["step"] for event in link.events if event["kind"] == "resumed"] == [2]
+    assert link.done()["status"] == "finished"
+    assert [line["step"] for line in record(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_neither_begins_anew_nor_deletes_them(tmp_path: Path) -> None:
+    changes = {"training__steps": 4, "checkpoint__every_steps": 1}
+    run(tmp_path, stop_at_step={0: 3}, **changes)
+    for shard in tmp_path.glob("checkpoints/step-*/__0_0.distcp"):
+        shard.write_bytes(shard.read_bytes()[:-1])
+    for _ in range(2):
+        with pytest.raises(RanksFailedError, match=r"No checkpoint in .* can be gone on from"):
+            run(tmp_path, attempt=2, **changes)
+    assert steps(tmp_path) == [1, 2]
+
+
 def failing(tmp_path: Path) -> dict[str, Any]:
     """A run whose checkpoints can never be written: a file lies where their folder should be."""
     (tmp_path / "file").touch()
