@@ -1,13 +1,14 @@
 """How long a rank's own work of a step takes, without waiting for other ranks: what tells a slow rank from the rest.
 
 All ranks end a step together, so its time says nothing about who held it up. Counted are the parts without a
-collective: reading samples, the forward pass where every rank has the whole model, the optimizer's update.
+collective: reading samples, the forward pass where every rank has the whole model, the optimizer's update. At the end
+of each part the rank also beats: of ranks that wait for each other, the one that hangs has beaten the longest ago.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -26,6 +27,11 @@ class OwnWork:
         """Whether a forward pass holds no collective."""
         self.update_is_own = parallel.zero_stage != 1
         """Whether the optimizer's update holds none."""
+        self.beat: Callable[[], None] = self.rest
+        """Called at the end of every part of a step."""
+
+    def rest(self) -> None:
+        """A beat outside of steps: none."""
 
     @contextmanager
     def counted(self, *, when: bool = True) -> Iterator[None]:
@@ -42,6 +48,7 @@ class OwnWork:
             started = time.perf_counter()
             yield
             self._seconds += time.perf_counter() - started
+        self.beat()
 
     def take(self) -> float:
         """Seconds counted since the last call; what the GPU has not finished yet is counted in the next."""

@@ -7,6 +7,7 @@ hangs on numbers that all ranks have agreed on (`agreement.py`) or on the step. 
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -122,8 +123,9 @@ def train(run: Run, progress: Progress) -> Literal["finished", "stopped"]:
         run.profiler.begin(step)
         with run.own.counted():
             fed = run.feed.step(step)
-        link.beat("stepping", step)
         stop = link.stop_requested() or run.writer.must_stop
+        link.beat("stepping", step)
+        run.own.beat = functools.partial(link.beat, "stepping", step)
         agreed = agree(parts.mesh, fed.ids, fed.tokens, stop=stop, save=clock_asks(run, progress))
         if agreed.stop:
             save(run, progress)
@@ -137,6 +139,7 @@ def train(run: Run, progress: Progress) -> Literal["finished", "stopped"]:
         parts.attention.tell()
         seconds = time.perf_counter() - started
         _advance(progress, step, agreed.tokens, result, seconds, timed=not run.profiler.covers(step))
+        run.own.beat = run.own.rest
         link.pace(run.own.take())
         run.losses.judge(step, result, progress.saved_step)
         every = config.training.validate_every_steps

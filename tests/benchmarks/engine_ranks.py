@@ -38,9 +38,6 @@ class FileLink:
             self._gate.wait()
 
     def pace(self, own_seconds: float) -> None:
-        """Not looked at."""
-
-    def pace(self, own_seconds: float) -> None:
         """Nobody looks for a slow rank here."""
 
     def report(self, event: dict[str, Any]) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from orchestrator.config.schema import FaultToleranceConfig
 from orchestrator.engine.anomaly import LossWatch, NotFiniteError, watch_losses
+from orchestrator.engine.pace import OwnWork
 from orchestrator.engine.reach import UnreachableError, check_groups
 from orchestrator.engine.step import StepResult
 from orchestrator.launch.report import classify
@@ -159,3 +161,32 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are(tmp_path: P
     assert "did not connect to all of the 2 ranks" in said
     assert "GLOO_SOCKET_IFNAME=nosuch0" in said
     assert "Set GLOO_SOCKET_IFNAME" in said
+
+
+@pytest.mark.parametrize(
+    ("degrees", "forward", "update"),
+    [
+        ({"parallel__data": 2}, True, True),
+        ({"parallel__data": 2, "parallel__zero_stage": 1}, False, False),
+        ({"parallel__data": 2, "parallel__zero_stage": 3}, False, True),
+        ({"parallel__data": 1, "parallel__tensor": 2}, False, True),
+    ],
+)
+def test_only_what_waits_for_nobody_counts_as_a_ranks_own_work(
+    degrees: dict[str, Any], forward: bool, update: bool
+) -> None:
+    own = OwnWork(torch.device("cpu"), tiny_plan(**degrees).parallel)
+    assert (own.forward_is_own, own.update_is_own) == (forward, update)
+
+
+def test_a_rank_beats_at_the_end_of_each_part_of_its_own_work() -> None:
+    own = OwnWork(torch.device("cpu"), tiny_plan().parallel)
+    beats = []
+    own.beat = lambda: beats.append(1)
+    with own.counted():
+        pass
+    with own.counted(when=False):
+        assert len(beats) == 1
+    assert len(beats) == 2
+    assert own.take() > 0
+    assert own.take() == 0
