@@ -21,7 +21,7 @@ from orchestrator.checkpoint.folder import newest_complete
 from tests.launch.conftest import processes_with
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_SECONDS = 300.0
+PATIENCE_SECONDS = 900.0
 MARK = "ORCHESTRATOR_TEST_SOAK"
 """Variable that every process of the cluster and of the command inherits."""
 
