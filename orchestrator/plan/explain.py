@@ -16,6 +16,7 @@ from rich.text import Text
 
 from orchestrator.plan.conventions import conventions
 from orchestrator.plan.explain_ranks import number_ranges, rank_table
+from orchestrator.plan.loss_chunks import chunk_tokens
 from orchestrator.plan.run_plan import RankMemory, RunPlan, Traffic
 
 _MEMORY_ROWS = (
@@ -251,7 +252,18 @@ def _memory(plan: RunPlan) -> RenderableType:
     if any(rank.host_bytes for rank in ranks):
         table.add_row("in host memory", *(size(rank.host_bytes) for rank in ranks))
     left_out = [rank for rank in plan.memory.pipeline_ranks if rank not in ranks]
-    return Group(table, Text(_left_out(left_out), style="dim")) if left_out else table
+    below = [_left_out(left_out)] if left_out else []
+    return Group(table, *(Text(line, style="dim") for line in (*below, *_loss_in_chunks(plan))))
+
+
+def _loss_in_chunks(plan: RunPlan) -> Iterator[str]:
+    """How many tokens' logits exist at once, where that is not all of a micro-batch."""
+    assert plan.parallel is not None
+    training = plan.config.training
+    tokens = training.micro_batch_size * training.sequence_length // plan.parallel.context
+    chunk = chunk_tokens(plan.config, plan.parallel)
+    if chunk < tokens:
+        yield f"the loss takes the logits of {chunk:,} tokens at a time, of the {tokens:,} of a micro-batch"
 
 
 def _left_out(ranks: Sequence[RankMemory]) -> str:

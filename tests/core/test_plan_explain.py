@@ -32,6 +32,17 @@ def _found(config: RunConfig, width: int = 100) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_the_page_says_when_the_loss_is_computed_in_chunks() -> None:
+    def said(sequence: int) -> bool:
+        training = {"sequence_length": sequence, "activation_checkpointing": "full"}
+        return "the loss takes the logits of 2,048 tokens at a time, of the" in _page(
+            make_plan(cases.config(cases.LLAMA_7B, parallel={"data": 8, "zero_stage": 3}, training=training))
+        )
+
+    assert said(16384)
+    assert not said(4096)
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(None, "-"), (0, "0 B"), (1536, "1.50 KiB"), (79.2 * 2**30, "79.20 GiB"), (3 * 2**40, "3.00 TiB")],
