@@ -34,9 +34,10 @@ def _found(config: RunConfig, width: int = 100) -> str:
 
 def test_the_page_says_when_the_loss_is_computed_in_chunks() -> None:
     def said(sequence: int) -> bool:
+        longer = {**cases.LLAMA_7B, "max_position_embeddings": 16384}
         training = {"sequence_length": sequence, "activation_checkpointing": "full"}
         return "the loss takes the logits of 2,048 tokens at a time, of the" in _page(
-            make_plan(cases.config(cases.LLAMA_7B, parallel={"data": 8, "zero_stage": 3}, training=training))
+            make_plan(cases.config(longer, parallel={"data": 8, "zero_stage": 3}, training=training))
         )
 
     assert said(16384)
