@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import shutil
 import uuid
@@ -243,7 +245,7 @@ class LocalSink(Sink):
     def _reserve(self, size_bytes: int) -> None:
         """Room for all of it at once: a full disk is known before the first byte, and the file lies in one piece."""
         try:
-            os.posix_fallocate(self._descriptor, 0, size_bytes)
+            _reserve(self._descriptor, size_bytes)
         except OSError as error:
             self.discard()
             raise OSError(error.errno, f"{error.strerror}: no room for {size_bytes} bytes", str(self._path)) from None
@@ -281,6 +283,20 @@ class LocalSink(Sink):
         self._path.unlink(missing_ok=True)
 
 
+def _reserve(descriptor: int, size_bytes: int) -> None:
+    """Allocate a file's room where the file system can.
+
+    The C library's `posix_fallocate` writes into every block of a file where it cannot (NFS before 4.2): `fallocate`
+    says so instead. Raises OSError when there is no room.
+    """
+    number = ctypes.c_longlong
+    if _C_LIBRARY.fallocate(descriptor, 0, number(0), number(size_bytes)):
+        code = ctypes.get_errno()
+        if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise OSError(code, os.strerror(code))
+
+
+_C_LIBRARY = ctypes.CDLL(None, use_errno=True)
 _PARTS_AT_ONCE = 512
 """Below the 1,024 that Linux takes in one call."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -153,7 +154,7 @@ def state_of(step: int) -> dict[str, Any]:
     return {"model": {"a": torch.full((1 << 20,), float(step))}}
 
 
-@pytest.mark.parametrize("call", ["posix_fallocate", "writev", "fsync"])
+@pytest.mark.parametrize("call", ["_reserve", "writev", "fsync"])
 def test_a_disk_that_fills_up_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """Wherever the lack of room is noticed: when it is reserved, at a write, or at the sync."""
     writer = CheckpointWriter(tmp_path, 1, asynchronous=True)
@@ -163,7 +164,7 @@ def test_a_disk_that_fills_up_leaves_what_was_there(tmp_path: Path, monkeypatch:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(storage.os, call, full)
+    monkeypatch.setattr(storage if call == "_reserve" else storage.os, call, full)
     writer.save(2, state_of(2), manifest_of(2))
     writer.wait()
     monkeypatch.undo()
@@ -179,6 +180,21 @@ def test_a_disk_that_fills_up_leaves_what_was_there(tmp_path: Path, monkeypatch:
     writer.save(3, state_of(3), manifest_of(3))
     writer.close()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"], "there is room again"
+
+
+def test_a_file_system_that_cannot_reserve_room_is_written_to_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Cannot:
+        @staticmethod
+        def fallocate(*_: Any) -> int:
+            ctypes.set_errno(errno.EOPNOTSUPP)
+            return -1
+
+    monkeypatch.setattr(storage, "_C_LIBRARY", Cannot)
+    writer = CheckpointWriter(tmp_path, 1, asynchronous=False)
+    writer.save(1, state_of(1), manifest_of(1))
+    assert newest_complete(tmp_path, read_bytes=True) is not None
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
