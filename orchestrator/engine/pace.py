@@ -53,6 +53,11 @@ class OwnWork:
     def take(self) -> float:
         """Seconds counted since the last call; what the GPU has not finished yet is counted in the next."""
         seconds, self._seconds = self._seconds, 0.0
-        passed = [pair for pair in self._events if pair[1].query()]  # type: ignore[no-untyped-call]
-        self._events = [pair for pair in self._events if pair not in passed]
-        return seconds + sum(float(first.elapsed_time(last)) for first, last in passed) / 1000
+        waiting = []
+        for first, last in self._events:
+            if last.query():  # type: ignore[no-untyped-call]
+                seconds += float(first.elapsed_time(last)) / 1000
+            else:
+                waiting.append((first, last))
+        self._events = waiting
+        return seconds
