@@ -90,5 +90,5 @@ class StepProfiler:
         self._link.report({"kind": "profile", "rank": self._rank, "path": str(trace), **steps})
 
     def _table(self, profiler: torch.profiler.profile) -> str:
-        order = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
+        order = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
         return str(profiler.key_averages().table(sort_by=order, row_limit=_TABLE_ROWS)) + "\n"

@@ -186,9 +186,7 @@ def compare(case: Case) -> list[Found]:
         exact = role.place == "last" or all(
             0 <= simulated.memory[name] - planned[name] <= 4096 * _STEP_COUNTER_BYTES for name in EXACT
         )
-        found.append(
-            Found(case.name, role.rank, {name: simulated.memory[name] for name in CATEGORIES}, planned, exact)
-        )
+        found.append(Found(case.name, role.rank, {name: simulated.memory[name] for name in CATEGORIES}, planned, exact))
     return found
 
 

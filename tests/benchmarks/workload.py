@@ -25,6 +25,8 @@ class Workload:
     tensor: int = 1
     pipeline: int = 1
     zero_stage: int = 0
+    sequence_parallel: int = 0
+    """1: tensor ranks also split the sequence."""
     micro_batches: int = 1
     """Micro-batches that a data rank computes for one step."""
     steps: int = 30
@@ -63,6 +65,7 @@ class Workload:
             f"parallel.tensor={self.tensor}",
             f"parallel.pipeline={self.pipeline}",
             f"parallel.zero_stage={self.zero_stage}",
+            f"parallel.sequence_parallel={str(bool(self.sequence_parallel)).lower()}",
             f"training.sequence_length={self.sequence_length}",
             f"training.global_batch_size={self.global_batch_size}",
             f"training.micro_batch_size={self.micro_batch_size}",

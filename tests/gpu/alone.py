@@ -104,8 +104,8 @@ def train(
     stop_at_step: int | None = None,
     memory_limit_bytes: int | None = None,
 ) -> Trained:
-    """A whole training through `run_rank`, in a process of its own. `memory_limit_bytes`: from the first step on, what
-    it may take of a GPU at most; on a CPU, by how much its process may still grow."""
+    """A whole training through `run_rank`, in a process of its own. `memory_limit_bytes`: by how much the allocator of
+    its GPU, or on a CPU the process, may grow from the first step on."""
     folder.mkdir(parents=True, exist_ok=True)
     plan = plan_of(overrides)
     return in_child(_train, plan, folder, attempt, stop_at_step, memory_limit_bytes)  # type: ignore[no-any-return]
@@ -151,7 +151,9 @@ def _limit_memory(limit: int, *, cuda: bool) -> None:
     if cuda:
         import torch
 
-        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory, 0)
+        torch.cuda.empty_cache()
+        allowed = torch.cuda.memory_reserved(0) + limit
+        torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory, 0)
         return
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + limit, resource.RLIM_INFINITY))
