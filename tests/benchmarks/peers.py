@@ -58,13 +58,19 @@ def main() -> None:
         print(f"\n{group}, {load.precision}: {arguments.rounds} rounds of {arguments.turn_steps} steps")
         print("\n".join(speed_lines(contestants, measured.turns, arguments.turn_steps)))
         print("\n".join(comparison_lines(contestants, measured.turns)), flush=True)
-    written = [
+        # After each group: the next may take long, and what was measured remains.
+        write(arguments.output, load, found)
+    print(f"\nAll turns: {arguments.output}")
+
+
+def write(path: Path, load: Workload, found: Sequence[Measured]) -> None:
+    """Everything as JSON."""
+    groups = [
         {"group": entry.group, "turns": {name: [asdict(turn) for turn in own] for name, own in entry.turns.items()}}
         for entry in found
     ]
-    text = json.dumps({"workload": asdict(load), "machine": machine(), "groups": written}, indent=1)
-    arguments.output.write_text(text, encoding="utf-8")
-    print(f"\nAll turns: {arguments.output}")
+    text = json.dumps({"workload": asdict(load), "machine": machine(), "groups": groups}, indent=1)
+    path.write_text(text, encoding="utf-8")
 
 
 def measure(group: str, contestants: Sequence[Contestant], rounds: int, turn_steps: int) -> Measured:
@@ -86,6 +92,7 @@ def measure(group: str, contestants: Sequence[Contestant], rounds: int, turn_ste
             for place in range(len(contestants)):
                 index = (round_ + place) % len(contestants)
                 measured.turns[contestants[index].name].append(drivers[index].turn(turn_steps))
+            print(f"  round {round_ + 1} of {rounds}", file=sys.stderr, flush=True)
     return measured
 
 
