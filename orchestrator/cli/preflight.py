@@ -58,7 +58,7 @@ def plan_to_run(invocation: Invocation, overrides: Sequence[str] | None = None) 
     if config is None:
         raise RefusedError(problems)
     if job_paths.in_a_job(os.environ):
-        problems += job_paths.output_problems(config)
+        problems += [*job_paths.output_problems(config), *job_paths.tracking_problems(config, os.environ)]
     plan = make_plan(with_absolute_paths(config, Path.cwd()))
     later = _new(problems_before_start(plan, invocation.words("plan", words)), problems)
     if not problems and not later:
@@ -87,10 +87,8 @@ def problems_before_start(plan: RunPlan, plan_command: str) -> tuple[Problem, ..
         here = check_hardware(plan, lambda warning: print_warnings((warning,)))
         found += [replace(problem, fix=problem.fix.replace(short, plan_command)) for problem in here]
         found += engine_problems(plan)
-    if job_paths.in_a_job(os.environ):
-        found += job_paths.tracking_problems(config, os.environ)
-        if warning := job_paths.stop_warning(config, os.environ):
-            print_warnings((warning,))
+    if warning := job_paths.stop_warning(config, os.environ):
+        print_warnings((warning,))
     found += check_data(config)
     found += check_run_directory(config)
     found += check_start(config)

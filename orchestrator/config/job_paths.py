@@ -74,12 +74,15 @@ def input_problems(config: RunConfig, uploaded: Callable[[str], bool]) -> list[P
 def tracking_in_a_job(config: RunConfig, environment: Mapping[str, str]) -> str | None:
     """`tracking.uri` for a job whose record would otherwise go to a file below its folder; None: it is fine as it is.
 
-    The database then lies beside the runs, in `run.directory`, which must be a path.
+    The database then lies beside the runs, in `run.directory`.
     """
     uri = config.tracking.uri or environment.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
     if not uri.startswith("sqlite:///") or uri.startswith("sqlite:////"):
         return None
-    return f"sqlite:///{Path(config.run.directory) / Path(uri.removeprefix('sqlite:///')).name}"
+    folder = (
+        "/shared/runs" if is_relative(config.run.directory) else config.run.directory
+    )  # the former only to be shown
+    return f"sqlite:///{Path(folder) / Path(uri.removeprefix('sqlite:///')).name}"
 
 
 def tracking_problems(config: RunConfig, environment: Mapping[str, str]) -> list[Problem]:

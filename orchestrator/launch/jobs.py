@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import importlib.metadata
 import json
 import logging
@@ -111,7 +112,7 @@ def _ask_version(url: str) -> str:
         raise _refused(
             url, f"it answers {error.code}", "Give the address of the dashboard: http://HEAD:8265."
         ) from error
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise _refused(
             url,

@@ -174,6 +174,17 @@ def test_the_record_of_a_job_lies_beside_its_runs(
     assert job_paths.tracking_in_a_job(config, environment) == uri
 
 
+def test_a_command_in_a_job_refuses_what_the_job_would_lose(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(job_paths.JOB_VARIABLE, "{}")
+    monkeypatch.setenv(job_paths.WAIT_VARIABLE, "90")
+    assert cli.main(["train", "parallel.tensor=3"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "run.directory: run.directory=runs is relative" in said
+    assert "Set tracking.uri=sqlite:////shared/runs/mlflow.db" in said
+
+
 def test_a_job_that_would_be_killed_before_it_has_saved_is_warned_of_with_the_setting() -> None:
     config, job = load_config(["fault_tolerance.grace_seconds=45.5"]), {job_paths.JOB_VARIABLE: "{}"}
     warning = job_paths.stop_warning(config, job)

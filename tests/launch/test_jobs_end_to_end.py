@@ -190,6 +190,7 @@ def test_a_plan_for_hardware_that_the_cluster_lacks_is_refused_by_the_job(head: 
     assert "nothing was started" in out
 
 
+@pytest.mark.slow
 def test_a_training_that_fails_ends_the_command_with_its_code_and_its_reason(head: Head) -> None:
     words = head.words("broken", 100_000, "fault_tolerance.max_restarts=0")
     process = head.start("submit", "--address", head.url, *words)
@@ -205,10 +206,16 @@ def test_a_training_that_fails_ends_the_command_with_its_code_and_its_reason(hea
     assert head.file("broken", "summary.json")["status"] == "failed"
 
 
-def test_a_wrong_token_and_a_cluster_without_gpus_are_told_within_seconds(head: Head) -> None:
-    code, out = head.run("inventory", RAY_ADDRESS=head.address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="wrong")
-    assert code == 2
-    assert "does not accept the token from RAY_AUTH_TOKEN" in out
+def test_a_wrong_token_is_told_by_the_head_and_by_the_dashboard(head: Head) -> None:
+    wrong = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "wrong"}
+    for words in (["inventory", "--address", head.address], ["submit", "--address", head.url, *head.words("no", 1)]):
+        code, out = head.run(*words, **wrong)
+        assert code == 2
+        assert "does not accept the token from RAY_AUTH_TOKEN" in out
+
+
+@pytest.mark.slow
+def test_a_cluster_without_gpus_is_told(head: Head) -> None:
     code, out = head.run("inventory", RAY_ADDRESS=head.address)
     assert code == 2
     assert "no GPU: not used for training" in out

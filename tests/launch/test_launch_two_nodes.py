@@ -19,12 +19,16 @@ def steps_of(told) -> list[int]:
     return [event["step"] for event in told.of("step")]
 
 
-def test_four_ranks_on_two_nodes_run_to_their_end(start):
+def test_four_ranks_on_two_nodes_run_to_their_end(start, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     told = start(cpu_plan(nodes=2, slots=2, tensor=2))
     assert told.outcome.status == "finished"
     assert told.outcome.problems == ()
     assert steps_of(told) == [1, 2, 3]
     assert {rank: result["steps"] for rank, result in told.outcome.rank_results.items()} == {0: 3, 1: 3, 2: 3, 3: 3}
+    wanted = {"NCCL_SOCKET_IFNAME": "eth7", "GLOO_SOCKET_IFNAME": "lo"}
+    assert all(wanted.items() <= result["network"].items() for result in told.outcome.rank_results.values())
     placed = told.outcome.placement
     assert [entry.node_id == placed[0].node_id for entry in placed] == [True, True, False, False]
     assert [entry.tensor for entry in placed] == [0, 1, 0, 1]

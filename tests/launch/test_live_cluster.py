@@ -13,7 +13,6 @@ from orchestrator.cli import main as cli
 from orchestrator.errors import RunError
 from orchestrator.launch.hardware import check_hardware
 from orchestrator.launch.session import ray_session
-from orchestrator.launch.survey import survey
 from orchestrator.plan.run_plan import RunPlan
 from tests.launch.plans import cuda_plan
 
@@ -24,12 +23,20 @@ LABELS = {"ray.io/accelerator-type": "A100-80G", "acme.com/rack": "r1"}
 
 @pytest.fixture(scope="module")
 def unlike(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that, first on a node's path, makes it one with an older torch and other code of this package."""
+    """A folder that, on a node's path, makes it one with an older torch and other code of this package."""
     folder = tmp_path_factory.mktemp("unlike")
     (folder / "torch-2.12.0.dist-info").mkdir()
     (folder / "torch-2.12.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.12.0\n")
-    (folder / "orchestrator").mkdir()
-    (folder / "orchestrator" / "__init__.py").write_text("")
+    (folder / "other" / "orchestrator").mkdir(parents=True)
+    (folder / "other" / "orchestrator" / "__init__.py").write_text("")
+    (folder / "sitecustomize.py").write_text(f"""
+import importlib.machinery, sys
+class Other:
+    def find_spec(self, name, path=None, target=None):
+        if name == "orchestrator":
+            return importlib.machinery.PathFinder.find_spec(name, [{str(folder / "other")!r}])
+sys.meta_path.insert(0, Other())
+""")
     return folder
 
 
@@ -112,7 +119,3 @@ def test_a_cluster_of_another_version_is_named_with_both(address: str, monkeypat
         pass
     assert "this command Ray 2.59.0 and Python 3.12.1" in caught.value.problems[0].message
     assert "constraints.txt" in caught.value.problems[0].fix
-
-
-def test_nodes_are_sorted_by_what_they_have(address: str) -> None:
-    assert [(node.gpus, node.cpus) for node in survey()] == [(8, 2), (8, 2), (0, 2)]

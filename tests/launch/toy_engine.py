@@ -79,7 +79,8 @@ def run(task: RankTask, link: RankLink) -> None:
         if status == "stopped":
             break
     link.beat("finishing", step)
-    result = {"steps": step, "attempt": task.attempt, "threads": task.threads}
+    network = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_"))}
+    result = {"steps": step, "attempt": task.attempt, "threads": task.threads, "network": network}
     link.report({"kind": "done", "rank": task.rank, "status": status, "step": step, "result": result})
 
 
