@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from orchestrator.engine.head import LossHead
 from orchestrator.engine.loss import IGNORED, HeadPart, head_loss
-from orchestrator.plan.loss_chunks import CHUNK_TOKENS, chunk_of, row_bytes
 
 pytestmark = pytest.mark.torch
 
@@ -150,16 +149,3 @@ def test_no_tensor_is_larger_than_the_logits_of_a_chunk(ahead: bool) -> None:
     with LargestFloats((500, 4)) as seen:
         head_loss(hidden, weight, labels, 1.0, part(500, 32, ahead=ahead)).backward()
     assert seen.elements == 32 * 500
-
-
-@pytest.mark.parametrize("tokens", [1, 100, 2048, 4096, 5000, 8192, 16384, 10**6])
-@pytest.mark.parametrize("hidden", [64, 4096, 16384])
-@pytest.mark.parametrize("element", [2, 4])
-def test_a_micro_batch_is_cut_into_equal_chunks_only_where_that_needs_less_memory(
-    tokens: int, hidden: int, element: int
-) -> None:
-    chunk = chunk_of(tokens, hidden, element)
-    assert row_bytes(chunk, tokens, hidden, element) <= row_bytes(tokens, tokens, hidden, element)
-    if chunk < tokens:
-        assert CHUNK_TOKENS <= chunk < 2 * CHUNK_TOKENS
-    assert -(-tokens // chunk) * chunk - tokens < -(-tokens // chunk)
