@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from orchestrator.engine.gradients import local
@@ -54,6 +55,13 @@ _KINDS = {
 """Name of a collective by torch's operation."""
 _INPUT_SECOND = frozenset({"_allgather_base_", "_reduce_scatter_base_", "alltoall_base_", "allgather_"})
 """Operations whose second argument is what the rank hands in; elsewhere it is the first."""
+_COUNTED = {
+    *flop_registry,
+    torch.ops.aten.addmm_,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+}
+"""Operations whose floating-point operations are counted."""
 
 
 @dataclass(slots=True)
@@ -279,14 +287,17 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Floating-point operations of a matrix product or of attention; 0 for everything else."""
+    """Floating-point operations of a matrix product or of attention on this rank's parts; 0 for everything else."""
     packet = func.overloadpacket
+    if packet not in _COUNTED:
+        return 0
+    args, kwargs, result = tree_map_only(DTensor, local, (args, kwargs, result))
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
         return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))  # type: ignore[no-untyped-call]
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
         return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))  # type: ignore[no-untyped-call]
-    counted = flop_registry.get(packet)
-    return 0 if counted is None else int(counted(*args, **kwargs, out_val=result))
+    counted = flop_registry[torch.ops.aten.addmm if packet is torch.ops.aten.addmm_ else packet]
+    return int(counted(*args, **kwargs, out_val=result))
 
 
 def _group_name(args: tuple[Any, ...]) -> str:

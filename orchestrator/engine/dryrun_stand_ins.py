@@ -76,6 +76,7 @@ def _replaced(*, on_gpu: bool, offload: bool) -> Iterator[tuple[Any, str, Any]]:
     yield step, "read", _read
     yield optimizer, "_get_fused_kernels_supported_devices", lambda: ["meta"]
     yield _PipelineSchedule, "_warmup_p2p", _agree
+    yield torch.accelerator, "current_stream", _Streams.current_stream
     for module in (_fully_shard, replicate_with_fsdp):
         yield module, "_get_device_from_mesh", lambda mesh: torch.device("meta")
     yield FSDPParamGroup, "_validate_no_meta_params", _nothing

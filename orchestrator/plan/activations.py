@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.plan.loss_chunks import chunk_of, gradient_ahead, row_bytes
+from orchestrator.plan.loss_chunks import chunk_of, gradient_ahead, row_bytes, waiting_weight_gradients
 from orchestrator.plan.system_profile import SystemProfile
 from orchestrator.plan.work import Work
 
@@ -26,6 +26,9 @@ class BlockActivations:
     """From forward to backward, under the chosen recomputation."""
     working: float
     """What backward holds beside that while it is in this block: what it recomputed, and gradients of activations."""
+    deferred: float = 0.0
+    """What waits beside `kept` for the weights' gradients once those of the inputs are there, where the two are apart:
+    the gradient of every product's result."""
 
 
 def block_activations(work: Work, profile: SystemProfile) -> BlockActivations:
@@ -40,8 +43,9 @@ def block_activations(work: Work, profile: SystemProfile) -> BlockActivations:
         "layers": (everything + stream) / 2,
         "full": stream,
     }[work.recompute]
-    again = everything if work.recompute in ("layers", "full") else everything - kept
-    return BlockActivations(kept=kept, working=again + _gradients(work, profile))
+    # A block's input is kept and read again: it is one tensor.
+    again = everything - stream if work.recompute in ("layers", "full") else everything - kept
+    return BlockActivations(kept, again + _gradients(work, profile), _products_gradients(work))
 
 
 def _stream(work: Work) -> float:
@@ -106,10 +110,22 @@ def _every_second_product(work: Work, profile: SystemProfile) -> float:
 
 
 def _gradients(work: Work, profile: SystemProfile) -> float:
-    """Gradients of activations that exist at once in a block's backward: the feed-forward layer's are the largest."""
+    """Gradients of activations that exist at once in a block's backward, less what has been given back by then.
+
+    Most are in the feed-forward layer: those of gate and up, or of up alone, beside that of their product, whose own
+    value is no longer needed; and that of the stream, whole in front of the row-wise product and cut elsewhere."""
     model, tensor, element = work.architecture, work.parallel.tensor, work.activation_bytes
-    inner = (3.0 if model.gated else 2.0) * model.ffn / tensor
-    return work.tokens * element * (inner + 2.0 * model.hidden)
+    inner = (2.0 if model.gated else 1.0) * model.ffn / tensor
+    streams = 1.0 + 1.0 / tensor if work.sequence_parallel else 1.0
+    return work.tokens * element * (inner + streams * model.hidden)
+
+
+def _products_gradients(work: Work) -> float:
+    """Gradients of the results of a block's products."""
+    model, tensor, element = work.architecture, work.parallel.tensor, work.activation_bytes
+    query, key_value = model.heads * model.head_dim, 2.0 * model.key_value_heads * model.head_dim
+    cut = (query + key_value + (2.0 if model.gated else 1.0) * model.ffn) / tensor
+    return work.tokens * element * (cut + 2.0 * model.hidden)
 
 
 def logits_bytes(work: Work, profile: SystemProfile) -> float:
@@ -123,7 +139,8 @@ def logits_bytes(work: Work, profile: SystemProfile) -> float:
         waiting = 1 if gradient_ahead(work.parallel.schedule, work.parallel.pipeline) else work.parallel.micro_batches
         chunk = chunk_of(work.tokens, hidden, element)
         gradient = float(work.tokens) * hidden * element
-        return rows * row_bytes(chunk, work.tokens, hidden, element) + gradient + norm * waiting
+        put_off = waiting_weight_gradients(work.parallel.schedule, work.parallel.pipeline) * rows * hidden * element
+        return rows * row_bytes(chunk, work.tokens, hidden, element) + gradient + put_off + norm * waiting
     # In the backward pass of the loss: log-probabilities and two gradients. A pipeline keeps the last stage's output,
     # the logits themselves, beside what the loss works on.
     output = element if work.parallel.pipeline > 1 and profile.keeps_stage_outputs else 0

@@ -19,6 +19,7 @@ from orchestrator.plan.traffic import (
     context_transfers,
     data_transfers,
     host_transfer,
+    loss_transfers,
     tensor_transfers,
 )
 from orchestrator.plan.work import Work, work_of
@@ -76,7 +77,15 @@ def traffic_plan(work: Work, profile: SystemProfile) -> TrafficPlan:
     sends = [boundary_sends(work, rank) for rank in range(work.parallel.pipeline)]
     return TrafficPlan(
         tensor=most(
-            [_traffic(tensor_transfers(work, load.layers, int(load.embedding) + int(load.head))) for load in ranks]
+            [
+                _traffic(
+                    (
+                        *tensor_transfers(work, profile, load.layers, int(load.embedding) + int(load.head)),
+                        *(loss_transfers(work, profile) if load.head else ()),
+                    )
+                )
+                for load in ranks
+            ]
         ),
         pipeline=most([Traffic(round(count * boundary_bytes(work, profile)), count) for count in sends]),
         context=most([_traffic(context_transfers(work, load.layers)) for load in ranks]),

@@ -239,7 +239,10 @@ class Evaluator:
         once = replace(work, parallel=replace(work.parallel, micro_batches=1))
         exposed = 0.0
         for transfers, share in (
-            (tensor_transfers(once, 1, 0), 1 - FITTED.tensor_hidden if self.profile.overlaps_tensor else 1.0),
+            (
+                tensor_transfers(once, self.profile, 1, 0),
+                1 - FITTED.tensor_hidden if self.profile.overlaps_tensor else 1.0,
+            ),
             (context_transfers(once, 1), FITTED.context_exposed if self.profile.overlaps_context else 1.0),
         ):
             for each in transfers:

@@ -92,7 +92,6 @@ def rank_states(work: Work, profile: SystemProfile, stages: Stages) -> StateMemo
         elements,
         state,
         zero_stage=profile.zero_stage(work),
-        reducing_ranks=facts.data * facts.context,
         master_gathered=profile.master_gathered,
         offload=work.offload,
         loss_in_head=profile.loss_in_chunks,
@@ -130,13 +129,16 @@ def kept_activations(work: Work, profile: SystemProfile, block: BlockActivations
 def _kept(work: Work, common: _Common, held: _Held, rank: int) -> float:
     """Bytes that the micro-batches in flight keep on a pipeline rank, when it keeps most."""
     facts = work.parallel
-    kept = peak_kept(facts.schedule, facts.pipeline, facts.virtual_stages, facts.micro_batches, rank, held.weights)
-    blocks, stages = 0, 0
+    block = common.block
+    share = 1.0 + block.deferred / block.kept if block.kept else 1.0
+    kept = peak_kept(
+        facts.schedule, facts.pipeline, facts.virtual_stages, facts.micro_batches, rank, held.weights, share
+    )
+    total = 0.0
     for stage, layers in zip(kept, held.layers, strict=True):
         count = stage.whole + stage.weights_only
-        blocks += count * layers
-        stages += count
-    return blocks * common.block.kept + stages * common.boundary
+        total += count * (layers * block.kept + common.boundary) + stage.weights_only * layers * block.deferred
+    return total
 
 
 Instant = tuple[float, float, float, float, float]
@@ -149,8 +151,8 @@ def _total(instant: Instant) -> float:
 
 
 def _instants(work: Work, common: _Common, held: _Held, rank: int) -> tuple[Instant, ...]:
-    """The moments that can be the peak: the loss, start and end of the first block's backward after it, and those of
-    the last block's backward in the last micro-batch, when all gradients exist."""
+    """The moments that can be the peak: the loss, start and end of the first block's backward after it, the start of
+    the second's, and those of the last block's backward in the last micro-batch, when all gradients exist."""
     kept = _kept(work, common, held, rank)
     states, block = held.states, common.block
     # Gradients of earlier micro-batches are there at the peak unless it comes before the first backward; in a pipeline
@@ -161,17 +163,24 @@ def _instants(work: Work, common: _Common, held: _Held, rank: int) -> tuple[Inst
     )
     whole = 0.0 if work.offload else float(states.gradients)
     gradients = whole if started else 0.0
-    received = common.received * held.neighbours
+    # Each further stage of a rank keeps the last buffers that its own units were gathered and reduced in.
+    others = len(held.layers) - 1
+    received = common.received * held.neighbours + others * (states.reducing if started else 0)
+    spare = float(others * states.gathered_unit)
     reducing = states.reducing if started and facts.pipeline > 1 else 0.0
+    # In front of the first block it is the head's gradients that are being reduced.
+    first = float(states.reducing_head) if held.head else reducing
     moments = [
-        (gradients, states.gathered_at_loss, kept, common.logits if held.head else 0.0, received + reducing),
-        *_in_block(gradients, states.gathered, kept, received, block, states),
-        *_in_block(states.gradients, states.gathered_last, block.kept, received, block, states),
+        (gradients, states.gathered_at_loss + spare, kept, common.logits if held.head else 0.0, received + reducing),
+        (gradients, states.gathered + spare, kept + block.working, 0.0, received + first),
+        *_in_block(gradients, states.gathered + spare, kept, received, block, states)[1:],
+        (gradients, states.gathered + spare, kept - block.kept + block.working, 0.0, received + states.reducing),
+        *_in_block(states.gradients, states.gathered_last + spare, block.kept, received, block, states),
     ]
     if not started and facts.micro_batches > 1:
         # After the first backward there are gradients, and a micro-batch less in one of the stages.
         fewer = max(kept - min(held.layers) * block.kept, block.kept)
-        moments += _in_block(whole, states.gathered, fewer, received, block, states)
+        moments += _in_block(whole, states.gathered + spare, fewer, received, block, states)
     return tuple(moments)
 
 

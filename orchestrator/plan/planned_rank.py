@@ -9,11 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from orchestrator.plan.loss_chunks import gradient_ahead
 from orchestrator.plan.profiles import profile_named
 from orchestrator.plan.run_plan import RunPlan
 from orchestrator.plan.step_seconds import Load, loads
 from orchestrator.plan.system_profile import SystemProfile
-from orchestrator.plan.traffic import Transfer, boundary_bytes, boundary_sends, data_transfers, tensor_transfers
+from orchestrator.plan.traffic import (
+    Transfer,
+    boundary_bytes,
+    boundary_sends,
+    data_transfers,
+    loss_transfers,
+    tensor_transfers,
+)
+from orchestrator.plan.vocabulary import padded_rows
 from orchestrator.plan.work import Work, work_of
 
 CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "activations", "logits", "buffers")
@@ -45,7 +54,7 @@ def planned_rank(plan: RunPlan, pipeline_rank: int) -> PlannedRank:
         reserve_bytes=memory.reserve_bytes or 0,
         host_bytes=memory.host_bytes or 0,
         collectives=_collectives(work, profile, load, pipeline_rank),
-        flops=step_flops(work, load),
+        flops=step_flops(work, profile, load),
     )
 
 
@@ -53,7 +62,12 @@ def _collectives(work: Work, profile: SystemProfile, load: Load, rank: int) -> d
     sends = boundary_sends(work, rank)
     data = data_transfers(work, profile, load.elements, load.units(work.architecture.tied)).all
     return {
-        "tensor": _sum(tensor_transfers(work, load.layers, int(load.embedding) + int(load.head))),
+        "tensor": _sum(
+            (
+                *tensor_transfers(work, profile, load.layers, int(load.embedding) + int(load.head)),
+                *(loss_transfers(work, profile) if load.head else ()),
+            )
+        ),
         "pipeline": (round(sends * boundary_bytes(work, profile)), sends),
         "data": _sum(data),
     }
@@ -63,13 +77,18 @@ def _sum(transfers: tuple[Transfer, ...]) -> tuple[int, int]:
     return round(sum(each.input_bytes for each in transfers)), round(sum(each.calls for each in transfers))
 
 
-def step_flops(work: Work, load: Load) -> int:
+def step_flops(work: Work, profile: SystemProfile, load: Load) -> int:
     """FLOPs of a pipeline rank in a step. Forward once, backward twice; flash attention computes the scores again."""
-    model, tensor = work.architecture, work.parallel.tensor
-    products = sum(2 * work.tokens * prod(weight.shape) // tensor for weight in model.block if weight.matmul)
+    model, tensor, facts = work.architecture, work.parallel.tensor, work.parallel
+    each = [2 * work.tokens * prod(weight.shape) // tensor for weight in model.block if weight.matmul]
+    products = sum(each)
     pairs = work.tokens * work.sequence_length * (model.heads // tensor)
     attention = 4 * pairs * model.head_dim
-    again = {"full": products + attention}.get(work.recompute, 0)
+    last = each[-1] if profile.stops_recomputing_early else 0
+    again = products + attention - last if work.recompute == "full" else 0
     block = 3 * products + attention * 7 // 2 + again
-    head = 6 * work.tokens * model.hidden * -(-model.vocab // tensor) if load.head else 0
+    # Where the loss's gradient waits for the backward pass, the logits are computed a second time.
+    times = 3 if not profile.loss_in_chunks or gradient_ahead(facts.schedule, facts.pipeline) else 4
+    rows = padded_rows(model.vocab, facts) // tensor
+    head = times * 2 * work.tokens * model.hidden * rows if load.head else 0
     return work.parallel.micro_batches * (load.layers * block + head)

@@ -54,6 +54,7 @@ OURS = SystemProfile(
     calibrated=False,
     source="orchestrator/engine: FSDP2 and replicate over FP32 parameters, fused AdamW, SDPA, loss in chunks",
     loss_in_chunks=True,
+    stops_recomputing_early=True,
 )
 
 PROFILES: Mapping[str, SystemProfile] = {OURS.name: OURS, **PUBLISHED}

@@ -42,12 +42,16 @@ class StateMemory:
     """Copies of shared or master weights that are there at once, from forward to backward."""
     gathered_at_loss: int
     """The same while the loss is computed: in stage 3 none, or those of the head."""
+    gathered_unit: int
+    """Copy of one block, where copies are given back unit by unit (stage 3)."""
     gathered_last: int
     """The same at the end of the last backward pass."""
     transient_gradients: int
     """Gradients of the unit at work before they are shared or accumulated, in both precisions, and `reducing`."""
     reducing: int
     """Gradients of the unit before, which are still being reduced while the next is at work."""
+    reducing_head: int
+    """The same where the unit before is the head (or the embedding, if larger)."""
     host: int
     """In host memory, for this GPU."""
 
@@ -102,7 +106,6 @@ def state_memory(
     state: StateBytes,
     *,
     zero_stage: int,
-    reducing_ranks: int,
     master_gathered: bool,
     offload: bool,
     loss_in_head: bool = False,
@@ -110,7 +113,7 @@ def state_memory(
     """Bytes of the model states of one GPU.
 
     `master_gathered`: kept weights are the master weights, compute copies are made from them: two units at a time in
-    stage 3, all of them from forward to backward otherwise. `reducing_ranks` take part in the reduction of gradients.
+    stage 3, all of them from forward to backward otherwise.
     `loss_in_head`: the loss is largest in the head's forward pass, while its weights are gathered.
     """
     from_1, from_2, from_3 = (elements.shared if zero_stage >= first else elements.whole for first in (1, 2, 3))
@@ -125,13 +128,14 @@ def state_memory(
     elif master_gathered:
         gathered = state.gathered * elements.whole
         gathered_last = min(pair, gathered)
-    transient = reducing = 0.0
+    transient = reducing = reducing_head = 0.0
     if master_gathered:
-        # The unit at work: its gradients as they come, and their copy in the type of the reduction; in stages 2 and
-        # 3 the copy of the unit before is still being reduced. In stage 1 so it is, in place of that unit's sum.
-        copies = 0 if reducing_ranks == 1 else 1 if zero_stage < 2 else 2
-        transient = (state.raw_gradients + copies * state.gradients) * unit
-        reducing = state.gradients * unit if copies == 2 else 0.0
+        # The unit at work: its gradients as they come, and the buffer of their reduction, which lives until the next
+        # unit's is made. Where whole gradients are added up, they have been by then.
+        raw, copy = state.raw_gradients * unit, state.gradients * unit
+        transient = raw + copy if zero_stage >= 2 else max(raw, copy)
+        if zero_stage >= 2:
+            reducing, reducing_head = copy, state.gradients * elements.ends
     else:
         transient = state.raw_gradients * (unit if zero_stage == 3 else elements.whole)
     on_host = parameters + gradients + optimizer if offload else 0.0
@@ -143,8 +147,10 @@ def state_memory(
         gathered=round(gathered),
         # The head's weights, and the buffer they came in, which torch keeps until the next unit is gathered.
         gathered_at_loss=round(gathered if zero_stage < 3 else 2 * state.gathered * elements.ends * loss_in_head),
+        gathered_unit=round(state.gathered * elements.block) if zero_stage == 3 and master_gathered else 0,
         gathered_last=round(gathered_last),
         transient_gradients=round(transient),
         reducing=round(reducing),
+        reducing_head=round(reducing_head),
         host=round(on_host),
     )

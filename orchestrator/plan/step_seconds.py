@@ -30,6 +30,7 @@ from orchestrator.plan.traffic import (
     context_transfers,
     data_transfers,
     host_transfer,
+    loss_transfers,
     tensor_transfers,
 )
 from orchestrator.plan.work import Work
@@ -132,7 +133,8 @@ def step_seconds(work: Work, profile: SystemProfile, device: Device, fitted: Fit
     mean = sum(turns[load].total for load in ranks) / len(ranks)
 
     ends = int(load.embedding) + int(load.head)
-    tensor = _collectives(tensor_transfers(work, load.layers, ends), device, fitted)
+    of_loss = loss_transfers(work, profile) if load.head else ()
+    tensor = _collectives((*tensor_transfers(work, profile, load.layers, ends), *of_loss), device, fitted)
     context = _collectives(context_transfers(work, load.layers), device, fitted)
     boundary = _boundary_seconds(work, profile, device, fitted)
     data = _data_seconds(work, profile, device, fitted, load, turn)

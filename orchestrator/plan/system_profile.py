@@ -91,6 +91,8 @@ class SystemProfile:
     """On a CPU, in place of reserve and context: the process itself, interpreter and libraries included."""
     calibrated: bool
     source: str
+    stops_recomputing_early: bool = False
+    """Whether a block is recomputed only as far as its backward pass needs: not its last product."""
     loss_in_chunks: bool = False
     """Whether the loss is computed with its gradient in the head's forward pass, a chunk of tokens at a time, in place
     of `logit_bytes` (`loss_chunks.py`)."""

@@ -178,7 +178,7 @@ def peak_kept(
     """What each stage of a rank keeps at the instant at which most is kept, stages ascending.
 
     `stage_weights` is what one micro-batch keeps in each of the rank's stages (bytes, or layers); a micro-batch that
-    only waits for its weight gradients counts `weights_only_share` of that.
+    only waits for its weight gradients counts `weights_only_share` of that, which may be more than all of it.
     """
     if schedule == "gpipe" or pipeline == 1:
         # All forwards come first, so all are kept; without a pipeline one micro-batch is done before the next begins.
@@ -209,8 +209,6 @@ def _peak(
         if kind == "F":
             whole[place] += 1
             weight += stage_weights[place]
-            if weight > peak * (1 + 1e-12):  # only a forward adds to what is kept
-                peak, best = weight, tuple(Kept(w, r) for w, r in zip(whole, rest, strict=True))
         elif kind == "B":
             whole[place] -= 1
             weight -= stage_weights[place]
@@ -221,6 +219,8 @@ def _peak(
         else:
             rest[place] -= 1
             weight -= stage_weights[place] * weights_only_share
+        if kind in ("F", "I") and weight > peak * (1 + 1e-12):  # nothing else adds to what is kept
+            peak, best = weight, tuple(Kept(w, r) for w, r in zip(whole, rest, strict=True))
     return best
 
 

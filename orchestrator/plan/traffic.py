@@ -11,6 +11,7 @@ from math import ceil
 
 from orchestrator.plan.collectives import Group, Kind
 from orchestrator.plan.constants import BUCKET_BYTES
+from orchestrator.plan.loss_chunks import chunk_of, gradient_ahead
 from orchestrator.plan.stages import stages_of_rank
 from orchestrator.plan.states import StageElements
 from orchestrator.plan.system_profile import SystemProfile
@@ -18,6 +19,8 @@ from orchestrator.plan.work import Work
 
 _REPEATED = {"layers": 0.5, "full": 1.0}
 """Share of the blocks whose forward collectives are repeated in the backward pass, by what is recomputed."""
+_GATHERED_AGAIN = {**_REPEATED, "cheap": 1.0}
+"""The same for the gathers in front of products; what follows these is kept when only cheap operations are repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +109,35 @@ def _shared_transfers(
     return (each,), (each, *backward)
 
 
-def tensor_transfers(work: Work, layers: int, ends: int) -> tuple[Transfer, ...]:
+def tensor_transfers(work: Work, profile: SystemProfile, layers: int, ends: int) -> tuple[Transfer, ...]:
     """Collectives of tensor parallelism: two pairs a block forward and backward, again for recomputed blocks, one at
     each end. A pair is an all-reduce, or with sequence parallelism a gather and a reduce-scatter."""
     tensor = work.parallel.tensor
     if tensor == 1:
         return ()
-    repeated = _REPEATED.get(work.recompute, 0.0)
-    pairs = (layers * (4.0 + 2.0 * repeated) + ends) * work.parallel.micro_batches
-    payload, group = pairs * stream_bytes(work), Group(tensor, 1)
+    # A recomputation that stops early leaves out a block's last product and its sum.
+    sums = (1.0 if profile.stops_recomputing_early else 2.0) * _REPEATED.get(work.recompute, 0.0)
+    gathers = 2.0 * _GATHERED_AGAIN.get(work.recompute, 0.0)
+    stream, group = stream_bytes(work), Group(tensor, 1)
+    summed, gathered = ((layers * (4.0 + again) + ends) * work.parallel.micro_batches for again in (sums, gathers))
     if work.sequence_parallel:
         return (
-            Transfer("all_gather", payload, pairs, group),
-            Transfer("reduce_scatter", payload, pairs, group),
+            Transfer("all_gather", gathered * stream, gathered, group),
+            Transfer("reduce_scatter", summed * stream, summed, group),
         )
-    return (Transfer("all_reduce", payload, pairs, group),)
+    return (Transfer("all_reduce", summed * stream, summed, group),)
+
+
+def loss_transfers(work: Work, profile: SystemProfile) -> tuple[Transfer, ...]:
+    """Two FP32 numbers a token, of every tensor rank's part of the vocabulary, gathered chunk by chunk on the rank with
+    the head; once more where the backward pass computes the logits again."""
+    tensor, facts = work.parallel.tensor, work.parallel
+    if tensor == 1 or not profile.loss_in_chunks:
+        return ()
+    chunk = chunk_of(work.tokens, work.architecture.hidden, work.activation_bytes)
+    passes = facts.micro_batches * (1 if gradient_ahead(facts.schedule, facts.pipeline) else 2)
+    calls = float(passes * ceil(work.tokens / chunk))
+    return (Transfer("all_gather", 8.0 * tensor * work.tokens * passes, calls, Group(tensor, 1)),)
 
 
 def context_transfers(work: Work, layers: int) -> tuple[Transfer, ...]:

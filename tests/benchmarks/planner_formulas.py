@@ -122,9 +122,7 @@ def _rounded(row: Row, predicted: float) -> Check:
 
 
 def _states(elements: StageElements, state: StateBytes, stage: int, ranks: int, offload: bool = False) -> float:
-    memory = state_memory(
-        elements, state, zero_stage=stage, reducing_ranks=ranks, master_gathered=False, offload=offload
-    )
+    memory = state_memory(elements, state, zero_stage=stage, master_gathered=False, offload=offload)
     return float(memory.persistent + memory.transient_gradients)
 
 
@@ -164,7 +162,6 @@ def _estimator(row: Row) -> float:
         elements,
         state,
         zero_stage=number(row, "stage"),
-        reducing_ranks=ranks,
         master_gathered=False,
         offload=offload,
     )

@@ -139,9 +139,9 @@ def test_replicas_of_a_smaller_zero_group_add_one_all_reduce_of_the_shard() -> N
     assert data(4) - data(8) == pytest.approx(PARAMETERS_7B * (2 / 4 - 2 / 8 + 4 / 4), rel=1e-6)
 
 
-@pytest.mark.parametrize("recompute, pairs", [("none", 4), ("full", 6)])
-def test_tensor_traffic_is_two_pairs_a_block_each_way_and_again_for_recomputed_blocks(
-    recompute: str, pairs: int
+@pytest.mark.parametrize("recompute, gathers, sums", [("none", 4, 4), ("selective", 6, 4), ("full", 6, 5)])
+def test_tensor_traffic_is_two_pairs_a_block_each_way_and_again_what_is_repeated_but_the_last_sum(
+    recompute: str, gathers: int, sums: int
 ) -> None:
     config = cases.config(
         cases.LLAMA_7B,
@@ -149,10 +149,11 @@ def test_tensor_traffic_is_two_pairs_a_block_each_way_and_again_for_recomputed_b
         training={"activation_checkpointing": recompute, "global_batch_size": 2, "micro_batch_size": 1},
     )
     traffic = plan(config)[1].tensor
-    calls = 2 * (32 * pairs + 2)
+    gathers, sums = (2 * (32 * each + 2) for each in (gathers, sums))
     stream = 4096 * 4096 * 2
-    assert traffic.calls == 2 * calls
-    assert traffic.bytes == calls * (stream + stream // 8)
+    # The loss exchanges two numbers a token, once a micro-batch.
+    assert traffic.calls == gathers + sums + 2
+    assert traffic.bytes == gathers * stream // 8 + sums * stream + 2 * 4096 * 8
 
 
 def test_a_middle_pipeline_rank_sends_both_ways_once_for_each_micro_batch() -> None:

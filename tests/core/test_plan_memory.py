@@ -276,10 +276,10 @@ def test_a_checkpoint_holds_weights_and_moments_once_whatever_the_split() -> Non
 
 
 @pytest.mark.parametrize("stage, recompute, measured_gib", [
-    (3, "full", 15.63), (3, "none", 37.02), (2, "full", 24.77), (0, "full", 101.66),
+    (3, "full", 14.93), (3, "none", 35.80), (2, "full", 24.36), (0, "full", 101.71),
 ])  # fmt: skip
 def test_the_peak_is_near_what_a_tensor_tracker_counts(stage: int, recompute: str, measured_gib: float) -> None:
-    """Allocated tensors of LLaMA-7B on 8 ranks under FSDP2 and replicate, counted with fake tensors on a CPU."""
+    """Tensors of LLaMA-7B on 8 ranks, as `dryrun` counts them with a CPU's kernels (stage 0 block by block)."""
     config = plan_of(
         parallel={"data": 8, "zero_stage": stage},
         cluster={"device": "cpu"},
@@ -287,7 +287,7 @@ def test_the_peak_is_near_what_a_tensor_tracker_counts(stage: int, recompute: st
     )
     by_block = replace(BARE, one_unit_on_cpu=False)
     assert max(rank.total_bytes or 0 for rank in memories(config, by_block)) / 2**30 == pytest.approx(
-        measured_gib, rel=0.03
+        measured_gib, rel=0.015
     )
 
 

@@ -36,7 +36,6 @@ def states_gb(parameters: int, stage: int, ranks: int, precision: str = "fp16_mi
         elements,
         profile_named("zero_paper").bytes_of(precision),
         zero_stage=stage,
-        reducing_ranks=ranks,
         master_gathered=False,
         offload=False,
     )
