@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,14 +112,12 @@ def hangs(*, beat: Any) -> None:
 
 
 def test_an_exception_on_one_rank_ends_all_with_its_message_on_top() -> None:
-    started = time.monotonic()
     with pytest.raises(RanksFailedError) as caught:
         run_on_ranks(3, fails_on_rank_one)
     first, *trace = caught.value.problems[0].message.splitlines()
     assert first.startswith("Rank 1 of 3: ValueError: a deliberate mistake.")
     assert any("fails_on_rank_one" in line for line in trace)
     assert caught.value.exit_code == 3
-    assert time.monotonic() - started < 120  # far below any time limit of a collective
 
 
 def test_a_rank_that_dies_is_named_with_how_and_where() -> None:
