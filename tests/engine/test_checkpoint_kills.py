@@ -59,11 +59,12 @@ def kill_writers(directory: Path, kills: int, numbers: int, ranks: int, seed: in
         tally.kills += 1
         tally.inside += unfinished_then
         tally.committed = max(reported, tally.committed)
-        found = newest_complete(directory, read_bytes=True)
+        committed = committed_folders(directory)
+        faults = {str(folder): faults_of_folder(folder, read_bytes=True) for _, folder in committed}
+        assert not any(faults.values()), f"kill {number} left a folder with a checkpoint's name: {faults}"
+        found = newest_complete(directory)
         assert found is not None, f"kill {number} lost the last complete checkpoint"
         assert found.step >= tally.committed, f"kill {number} lost a checkpoint that was reported as committed"
-        faults = {path.name: faults_of_folder(path, read_bytes=True) for _, path in committed_folders(directory)}
-        assert not any(faults.values()), f"kill {number} left a folder with a checkpoint's name: {faults}"
     return tally
 
 
