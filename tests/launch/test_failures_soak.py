@@ -22,17 +22,18 @@ def soak(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Soaked]:
     """Ten faults of eight kinds on four nodes, one after the other."""
     folder = tmp_path_factory.mktemp("soak")
     create_database(folder / "server.db")
-    server = Server(folder)
-    server.start()
     nodes = Nodes(4)
-    server.wait()
+    server = Server(folder)
     words = (
         "checkpoint.every_steps=5", f"tracking.uri={server.uri}", "fault_tolerance.step_timeout_seconds=10",
         "fault_tolerance.max_node_losses=3", "fault_tolerance.replan_after_seconds=3",
+        "fault_tolerance.placement_timeout_seconds=20",
     )  # fmt: skip
     run = Command(nodes, folder, "soak", ranks=4, steps=STEPS, words=words)
     newest: list[int] = []
     try:
+        server.start()
+        server.wait()
         run.start()
         _hurt(run, nodes, server, newest)
         code, said = run.ended()
