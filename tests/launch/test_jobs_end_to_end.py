@@ -71,6 +71,10 @@ class Head:
         return json.loads((self.folder / "runs" / name / file).read_text(encoding="utf-8"))
 
 
+def unwrapped(text: str) -> str:
+    return " ".join(text.split())
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -211,7 +215,7 @@ def test_a_wrong_token_is_told_by_the_head_and_by_the_dashboard(head: Head) -> N
     for words in (["inventory", "--address", head.address], ["submit", "--address", head.url, *head.words("no", 1)]):
         code, out = head.run(*words, **wrong)
         assert code == 2
-        assert "does not accept the token from RAY_AUTH_TOKEN" in out
+        assert "does not accept the token from RAY_AUTH_TOKEN" in unwrapped(out)
 
 
 @pytest.mark.slow
@@ -219,7 +223,7 @@ def test_a_cluster_without_gpus_is_told(head: Head) -> None:
     code, out = head.run("inventory", RAY_ADDRESS=head.address)
     assert code == 2
     assert "no GPU: not used for training" in out
-    assert "none of the 1 living node of this cluster gives out a GPU" in out
+    assert "none of the 1 living node of this cluster gives out a GPU" in unwrapped(out)
 
 
 @pytest.mark.slow
@@ -254,6 +258,7 @@ def test_ray_s_own_command_refuses_what_the_job_would_lose(head: Head) -> None:
     command = [ray, "job", "submit", "--working-dir=.", "--", "python", "-m", "orchestrator"]
     done = subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "run.directory=runs is relative" in done.stdout + done.stderr
-    assert "tracking.uri" in done.stdout + done.stderr
-    assert "exit code 2" in done.stdout + done.stderr
+    said = unwrapped(done.stdout + done.stderr)
+    assert "run.directory=runs is relative" in said
+    assert "tracking.uri" in said
+    assert "exit code 2" in said
