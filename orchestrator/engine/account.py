@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from orchestrator.engine.gradients import local
 from orchestrator.engine.holdings import (
+    ALONE,
     CATEGORIES,
     Category,
     allocating,
@@ -281,7 +282,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         handed_in = args[1] if operation in _INPUT_SECOND else args[0]
         size = sum(tensor.nbytes for tensor in tree_leaves(handed_in) if isinstance(tensor, Tensor))
         name = _group_name(args)
-        calls = self.found.collectives.setdefault((self._axes.get(name, name), kind), Calls())
+        axis = self._axes.get(name, name)
+        if axis == ALONE:
+            return
+        calls = self.found.collectives.setdefault((axis, kind), Calls())
         calls.calls += 1
         calls.input_bytes += size
 

@@ -23,6 +23,9 @@ Category = Literal["parameters", "gathered", "gradients", "optimizer", "buffers"
 """`gathered`: whole or cast copies of weights; `buffers`: what collectives work in, gradients of the unit at work
 before they are reduced, tables; `logits`: as wide as the vocabulary; `activations`: what is none of these."""
 
+ALONE = "alone"
+"""Axis of a group of one rank: nothing is sent over it."""
+
 CATEGORIES: tuple[Category, ...] = Category.__args__  # type: ignore[attr-defined]
 
 
@@ -89,14 +92,15 @@ def vocabulary_sizes(parts: Parts) -> frozenset[int]:
 
 
 def axes_of(parts: Parts) -> dict[str, str]:
-    """Name of each axis of the mesh by its group's name; a group of all ranks goes by the axis that it is."""
+    """Name of each axis of the mesh by its group's name; a group of all ranks goes by the axis that it is, one of a
+    single rank by `ALONE`."""
     mesh = parts.mesh
     named = [("pipeline", mesh.whole["pipeline"]), ("tensor", mesh.tensor), ("data", mesh.gradient)]
     if parts.data_parallel[0].zero_stage > 0:
         copy = (mesh.sharding.mesh_dim_names or ())[-1]
         named.append(("data", mesh.sharding[copy] if mesh.sharding.ndim == 2 else mesh.sharding))
         named.append(("replicas", mesh.whole["replicate"]))
-    found = {str(axis.get_group().group_name): name for name, axis in named if axis.size() > 1}
+    found = {str(axis.get_group().group_name): name if axis.size() > 1 else ALONE for name, axis in named}
     if parts.tied is not None and parts.tied.group is not None:
         found[str(parts.tied.group.group_name)] = "tied"
     if dist.group.WORLD is not None:

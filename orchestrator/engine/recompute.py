@@ -103,8 +103,9 @@ class _PartOfSum:
     """In place of a result whose sum over tensor ranks is kept: its shape, without memory behind it."""
 
     def __init__(self, result: Tensor) -> None:
-        self._shape, self._device = torch.empty_like(result, device="meta"), result.device
+        self._layout = result.shape, result.stride()
+        self._options: dict[str, Any] = {"dtype": result.dtype, "device": result.device}
 
     def get_val(self, _: bool) -> Tensor:
         """What the recomputation gets instead."""
-        return torch.empty_like(self._shape, device=self._device)
+        return torch.empty_strided(*self._layout, **self._options)

@@ -135,7 +135,10 @@ def _priced(plan: RunPlan, facts: Facts, parallel: ParallelFacts) -> RunPlan:
             f"Time is not computed: {config.cluster.gpu.name} lacks a rate that it needs (peak or bandwidth)."
         )
     if not profile.calibrated:
-        warnings.append(f"Profile {profile.name!r} is uncalibrated: not yet confirmed by measurements of the engine.")
+        warnings.append(
+            f"Times of profile {profile.name!r} are uncalibrated: not yet confirmed by measurements of the engine. Its "
+            "memory is confirmed for tensors (`dryrun`), not for the reserve of allocator and libraries."
+        )
     if batch.steps_of(config.training) is None:
         warnings.append("The run has no length, so days and cost are not computed.")
     return replace(

@@ -90,6 +90,7 @@ class SystemProfile:
     process_bytes: int
     """On a CPU, in place of reserve and context: the process itself, interpreter and libraries included."""
     calibrated: bool
+    """Whether times and reserve are confirmed by measurements of the system itself."""
     source: str
     stops_recomputing_early: bool = False
     """Whether a block is recomputed only as far as its backward pass needs: not its last product."""
