@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -58,6 +59,27 @@ class ObjectStore:
 
         self.faults.append(fault)
 
+    @contextmanager
+    def held(self, part: str, *, carried_out: bool) -> Iterator[threading.Event]:
+        """Within the block the next PUT of a path with `part` waits for the block's end; the event says that it waits.
+
+        Then it is carried out or answered with an error.
+        """
+        waits, ends = threading.Event(), threading.Event()
+
+        def fault(method: str, path: str) -> tuple[int, str] | None:
+            if method != "PUT" or part not in path or waits.is_set():
+                return None
+            waits.set()
+            ends.wait(60)
+            return None if carried_out else (503, "SlowDown")
+
+        self.faults.append(fault)
+        try:
+            yield waits
+        finally:
+            ends.set()
+
     def application(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """The server's own application behind the faults."""
 
@@ -65,13 +87,14 @@ class ObjectStore:
             method = environ["REQUEST_METHOD"]
             path = f"{environ['PATH_INFO']}?{environ.get('QUERY_STRING', '')}"
             self.asked.append((method, path))
+            if environ.get("CONTENT_LENGTH"):  # here as a whole, whatever becomes of the client meanwhile
+                environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])))
             fault = next((found for ask in self.faults if (found := ask(method, path)) is not None), None)
             if KEY not in environ.get("HTTP_AUTHORIZATION", KEY):
                 fault = 403, "InvalidAccessKeyId"
             if fault is None:
                 return inner(environ, start_response)
             body = f"<?xml version='1.0'?><Error><Code>{fault[1]}</Code><Message>no</Message></Error>".encode()
-            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response(f"{fault[0]} {fault[1]}", [("Content-Type", "application/xml")])
             return [] if method == "HEAD" else [body]
 

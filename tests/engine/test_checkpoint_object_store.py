@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from orchestrator.cli.main import main
 from tests.core.run_cases import manifest_of, run_config
 from tests.engine.cases import tasks_of, tiny_plan
 from tests.engine.checkpoint_writers import Writing, save_without_end
+from tests.engine.checkpoint_writers import state_of as written
 from tests.engine.gloo import live
 from tests.engine.object_store import BUCKET, ObjectStore, object_store
 
@@ -264,11 +264,10 @@ def test_a_run_goes_on_from_the_store_on_another_machine(store: ObjectStore, pla
 
 
 def test_no_kill_loses_the_last_complete_checkpoint(store: ObjectStore, place: str) -> None:
-    """SIGKILL at any moment of saves to the store: what is committed is whole, and never older than what was said."""
+    """SIGKILL while a file, the metadata or the manifest is on its way: what counts is whole and never older than what
+    was said, whether the store has carried the last request out or not."""
     context = multiprocessing.get_context("forkserver")
-    moments = random.Random(3)
-    inside = 0
-    for _ in range(4):
+    for part, carried_out in (("__0_0", True), (".metadata", False), ("manifest", False), ("manifest", True)):
         receiver, sender = context.Pipe(duplex=False)
         writing = Writing(place, 300_000, True, 1, 0, "", environment=store.environment())
         process = context.Process(target=save_without_end, args=(sender, writing, 0), daemon=True)
@@ -277,12 +276,18 @@ def test_no_kill_loses_the_last_complete_checkpoint(store: ObjectStore, place: s
         assert receiver.poll(60)
         outcome: SaveOutcome = receiver.recv()
         assert outcome.error is None
-        time.sleep(moments.random() * 2 * outcome.write_seconds)
-        process.kill()
-        process.join()
-        inside += any(leftover.what == "unfinished save" for leftover in leftovers(place))
+        with store.held(part, carried_out=carried_out) as waits:
+            assert waits.wait(60)
+            process.kill()
+            process.join()
+            # A file is there as a whole or not at all: of the first one nothing can be seen yet.
+            assert [leftover.what for leftover in leftovers(place)] == ["unfinished save"] * (part != "__0_0")
         found = newest_complete(place)
         assert found is not None
         assert found.step >= outcome.step
         assert faults_of_folder(found.folder, read_bytes=True) == []
-    assert inside, "no kill came inside a save"
+        state = written(0, writing.numbers, [0])
+        checkpoint, passed_over = load_newest(place, state)
+        assert checkpoint is not None
+        assert passed_over == []
+        assert torch.equal(state["model"]["w0"], torch.full((writing.numbers,), float(checkpoint.step)))
