@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from orchestrator.config.schema import FaultToleranceConfig
-from orchestrator.engine.anomaly import LossWatch, NotFiniteError, watch_losses
+from orchestrator.engine.anomaly import WINDOW, LossWatch, NotFiniteError, watch_losses
 from orchestrator.engine.pace import OwnWork
 from orchestrator.engine.reach import UnreachableError, check_groups
 from orchestrator.engine.step import StepResult
@@ -190,3 +191,20 @@ def test_a_rank_beats_at_the_end_of_each_part_of_its_own_work() -> None:
     assert len(beats) == 2
     assert own.take() > 0
     assert own.take() == 0
+
+
+def test_a_spike_is_skipped_by_all_ranks_alike_and_the_record_shows_why(tmp_path: Path) -> None:
+    """A factor so small that ordinary noise counts: whichever steps it hits, the record alone tells which they are."""
+    faults = {"fault_tolerance__spike_factor": 1.0005, "fault_tolerance__on_nan": "skip"}
+    plan = tiny_plan(training__steps=30, optimizer__lr=1e-4, parallel__data=2, **faults)
+    live(tasks_of(plan, tmp_path))
+    applied: list[float] = []
+    skipped = 0
+    for record in read_records(tmp_path / "metrics.jsonl"):
+        known = applied[-WINDOW:]
+        too_large = len(known) >= 8 and record["loss"] > 1.0005 * statistics.median(known)
+        assert record.get("skipped", False) == too_large, record["step"]
+        skipped += too_large
+        if not too_large:
+            applied.append(record["loss"])
+    assert 0 < skipped < 22
