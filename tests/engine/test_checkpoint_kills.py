@@ -167,11 +167,11 @@ def check(directory: Path, kills: int, numbers: int, least_inside: int, ranks: i
 
 
 def test_no_kill_loses_the_last_complete_checkpoint(tmp_path: Path) -> None:
-    check(tmp_path, kills=14, numbers=500_000, least_inside=3)
+    check(tmp_path, kills=14, numbers=4_000_000, least_inside=3)
 
 
 def test_no_kill_of_one_rank_or_all_loses_the_last_complete_checkpoint(tmp_path: Path) -> None:
-    check(tmp_path, kills=6, numbers=500_000, least_inside=1, ranks=2)
+    check(tmp_path, kills=6, numbers=4_000_000, least_inside=1, ranks=2)
 
 
 LARGE = 52_500_000
