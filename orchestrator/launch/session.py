@@ -92,10 +92,10 @@ def ray_session(plan: RunPlan | None) -> Iterator[Any]:
                 address = stack.enter_context(own_cluster(_cpu_slots(plan)))
             else:
                 _check_this_machine(address)
+            stack.callback(ray.shutdown)  # also of a start that fails half-way
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise RunError(_unreachable(error)) from error
-        stack.callback(ray.shutdown)
         for name in ("ray", "ray.train", "ray.data"):
             logging.getLogger(name).setLevel(logging.ERROR)
         yield ray
