@@ -91,12 +91,13 @@ def _opening(plan: RunPlan, count: int) -> str:
     assert parallel is not None
     degrees = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "data") if getattr(parallel, name) > 1}
     split = " x ".join(f"{name} {size}" for name, size in degrees.items()) or "one process"
+    ranks = "1 rank" if parallel.world_size == 1 else f"{parallel.world_size} ranks"
     several = (
         "" if count == 1 else f" Its axes need more than 8 processes together, so {count} reductions are verified."
     )
     return "\n".join(
         [
-            *_paragraph(f"{config.run.experiment}: {parallel.world_size} ranks ({split}).{several}"),
+            *_paragraph(f"{config.run.experiment}: {ranks} ({split}).{several}"),
             *_paragraph(f"Reference: {DESCRIPTION}."),
         ]
     )

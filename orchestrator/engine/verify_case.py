@@ -16,7 +16,7 @@ from orchestrator.config.schema import Precision
 from orchestrator.data.order import SampleOrder, shard
 from orchestrator.engine.precision import compute_dtype, master_dtype
 from orchestrator.engine.verify_reference import NOT_LEARNED, Recipe
-from orchestrator.plan.reduce import LEARNING_RATE, Reduction
+from orchestrator.plan.reduce import Reduction, learning_rate
 from orchestrator.plan.run_plan import RunPlan
 
 LOSS_SCALE = 2.0**10
@@ -66,10 +66,12 @@ class Case:
         return SampleOrder(training.seed, training.steps * training.global_batch_size)
 
 
+# With 8 bits of mantissa a gradient of a few steps is some hundredths off (0.09 is the most that was seen): the limits
+# of 2-byte types find a wrong type or a lost half of a sum. Small mistakes are for the comparison in FP64.
 LIMITS: dict[Precision, Limits] = {
     "fp32": Limits(loss=1e-5, gradient=1e-5, norm=1e-5, weight=1e-5, small=1e-2),
-    "bf16_mixed": Limits(loss=3e-2, gradient=0.15, norm=5e-2, weight=1e-2, small=0.1),
-    "bf16_pure": Limits(loss=3e-2, gradient=0.15, norm=5e-2, weight=2e-2, small=0.1),
+    "bf16_mixed": Limits(loss=5e-2, gradient=0.3, norm=0.1, weight=1e-2, small=0.1),
+    "bf16_pure": Limits(loss=5e-2, gradient=0.3, norm=0.1, weight=2e-2, small=0.1),
     "fp16_mixed": Limits(loss=3e-3, gradient=2e-2, norm=5e-3, weight=3e-3, small=0.1),
 }
 EXACT = Limits(loss=1e-9, gradient=1e-9, norm=1e-9, weight=1e-9, small=1e-6)
@@ -82,7 +84,8 @@ def cases_of(reduction: Reduction) -> tuple[Case, Case]:
     """
     plan, precision = reduction.plan, reduction.precision
     config = plan.config
-    sgd = config.optimizer.model_copy(update={"name": "sgd", "lr": LEARNING_RATE["sgd"]})
+    rate = learning_rate("sgd", config.training.gradient_clip)
+    sgd = config.optimizer.model_copy(update={"name": "sgd", "lr": rate})
     training = config.training.model_copy(update={"precision": precision})
     typed = replace(plan, config=config.model_copy(update={"optimizer": sgd, "training": training}))
     return (

@@ -38,7 +38,10 @@ SPREAD = 0.2
 """Of the initial weights, so that a few steps of a narrow model move its loss."""
 CLIP = 0.5
 """Largest norm where the plan clips: below what the toys' gradients have, so that clipping is at work."""
-LEARNING_RATE = {"adamw": 1e-2, "sgd": 0.2}
+ADAMW_RATE = 1e-2
+SGD_RATE = 0.2
+SGD_RATE_UNCLIPPED = 0.02
+"""A step of SGD is as long as the gradient: some tens of `CLIP` where nothing clips it."""
 EPSILON = 1e-6
 """Least `eps` of AdamW: a smaller one makes steps of gradients that are nothing but rounding (the bias of keys)."""
 
@@ -91,6 +94,13 @@ class Reduction:
     precision: Precision
     """Of the plan that it stands for."""
     changes: tuple[Change, ...]
+
+
+def learning_rate(optimizer: str, clip: float | None) -> float:
+    """A rate at which a few steps of a toy learn something and do not run away."""
+    if optimizer == "adamw":
+        return ADAMW_RATE
+    return SGD_RATE_UNCLIPPED if clip is None else SGD_RATE
 
 
 def axes_of(parallel: ParallelFacts) -> Axes:
@@ -149,7 +159,10 @@ def _reduction(plan: RunPlan, parallel: ParallelFacts, axes: Axes) -> Reduction:
             "stage_layers": counts or "auto",
         },
         "training": _training(config, parallel, axes),
-        "optimizer": {"lr": LEARNING_RATE[config.optimizer.name], "eps": max(EPSILON, config.optimizer.eps)},
+        "optimizer": {
+            "lr": learning_rate(config.optimizer.name, config.training.gradient_clip),
+            "eps": max(EPSILON, config.optimizer.eps),
+        },
     }
     values = config.to_dict()
     values["optimizer"]["schedule"] |= {"name": "constant", "warmup_steps": 0}
