@@ -166,12 +166,19 @@ def _instants(work: Work, common: _Common, held: _Held, rank: int) -> tuple[Inst
     # Each further stage of a rank keeps the last buffers that its own units were gathered and reduced in.
     others = len(held.layers) - 1
     received = common.received * held.neighbours + others * (states.reducing if started else 0)
+    if facts.schedule not in ("gpipe", "1f1b"):
+        # torch waits for the sends of these schedules at the step's end, and what is sent lives until then; outputs of
+        # micro-batches in flight are kept anyway.
+        received += (
+            common.received * held.neighbours * max(0, facts.micro_batches - facts.pipeline) / (facts.micro_batches)
+        )
     spare = float(others * states.gathered_unit)
     reducing = states.reducing if started and facts.pipeline > 1 else 0.0
     # In front of the first block it is the head's gradients that are being reduced.
     first = float(states.reducing_head) if held.head else reducing
+    at_loss = received + reducing + (states.buffer_at_loss if held.head else 0.0)
     moments = [
-        (gradients, states.gathered_at_loss + spare, kept, common.logits if held.head else 0.0, received + reducing),
+        (gradients, states.gathered_at_loss + spare, kept, common.logits if held.head else 0.0, at_loss),
         (gradients, states.gathered + spare, kept + block.working, 0.0, received + first),
         *_in_block(gradients, states.gathered + spare, kept, received, block, states)[1:],
         (gradients, states.gathered + spare, kept - block.kept + block.working, 0.0, received + states.reducing),

@@ -42,6 +42,8 @@ class StateMemory:
     """Copies of shared or master weights that are there at once, from forward to backward."""
     gathered_at_loss: int
     """The same while the loss is computed: in stage 3 none, or those of the head."""
+    buffer_at_loss: int
+    """What the head's weights came in, which torch keeps until the next unit is gathered."""
     gathered_unit: int
     """Copy of one block, where copies are given back unit by unit (stage 3)."""
     gathered_last: int
@@ -138,6 +140,7 @@ def state_memory(
             reducing, reducing_head = copy, state.gradients * elements.ends
     else:
         transient = state.raw_gradients * (unit if zero_stage == 3 else elements.whole)
+    head = state.gathered * elements.ends if loss_in_head else 0.0
     on_host = parameters + gradients + optimizer if offload else 0.0
     kept = 0.0 if offload else 1.0
     return StateMemory(
@@ -145,8 +148,8 @@ def state_memory(
         gradients=round(gradients * kept),
         optimizer=round(optimizer * kept),
         gathered=round(gathered),
-        # The head's weights, and the buffer they came in, which torch keeps until the next unit is gathered.
-        gathered_at_loss=round(gathered if zero_stage < 3 else 2 * state.gathered * elements.ends * loss_in_head),
+        gathered_at_loss=round(head if zero_stage == 3 else gathered),
+        buffer_at_loss=round(head if zero_stage else 0.0),
         gathered_unit=round(state.gathered * elements.block) if zero_stage == 3 and master_gathered else 0,
         gathered_last=round(gathered_last),
         transient_gradients=round(transient),

@@ -122,3 +122,42 @@ def test_the_planned_peak_is_what_the_engine_allocates(
         received = neighbours * facts.micro_batches * 4096 * 4096 * 2
     assert planned.total_bytes is not None
     assert planned.total_bytes - received == pytest.approx(measured, rel=NEAR)
+
+
+TALL = {
+    **BLOCKS,
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 5504,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_hidden_layers": 1,
+}
+"""A vocabulary so large beside the rest that the loss is the peak."""
+
+
+@pytest.mark.parametrize("parallel, sequence, precision", [
+    pytest.param({"data": 8, "zero_stage": 3}, 2048, "bf16_mixed", id="all logits at once"),
+    pytest.param({"data": 8, "zero_stage": 3}, 4096, "bf16_mixed", id="in chunks"),
+    pytest.param({"data": 2, "tensor": 4, "zero_stage": 2}, 4096, "bf16_mixed", id="cut and in chunks"),
+])  # fmt: skip
+def test_the_planned_loss_is_what_the_engine_allocates(
+    parallel: dict[str, Any], sequence: int, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = cases.config(
+        TALL,
+        parallel=parallel,
+        cluster={"device": "cpu", "gpu": {**cases.A100_80GB, "memory_gib": 1000}},
+        training={
+            "global_batch_size": parallel["data"],
+            "micro_batch_size": 1,
+            "sequence_length": sequence,
+            "precision": precision,
+            "activation_checkpointing": "full",
+        },
+    )
+    plan = make_plan(config)
+    assert plan.parallel is not None and plan.feasible
+    (planned,) = memories_of(work_of(config, plan.parallel), PLANNED)
+    assert planned.logits_bytes and planned.total_bytes is not None
+    assert planned.total_bytes == pytest.approx(tracked_peak(plan, 0, monkeypatch), rel=NEAR)
