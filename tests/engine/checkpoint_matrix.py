@@ -13,19 +13,19 @@ from tests.core.run_cases import manifest_of
 from tests.engine.cases import tiny_plan
 from tests.engine.parity import Part, _part
 
-MODEL: dict[str, Any] = {"model__num_hidden_layers": 4, "model__tie_word_embeddings": True, "optimizer__lr": 1e-3}
+MODEL: dict[str, Any] = {"model__num_hidden_layers": 5, "model__tie_word_embeddings": True, "optimizer__lr": 1e-3}
 PLANS: dict[str, dict[str, Any]] = {
     "one process": {},
     "data 2": {"parallel__data": 2},
     "ZeRO 3": {"parallel__data": 2, "parallel__zero_stage": 3},
     "tensor 2": {"parallel__tensor": 2},
-    "pipeline 2, cut 3 + 1": {"parallel__pipeline": 2, "parallel__stage_layers": [3, 1]},
+    "pipeline 2, cut 4 + 1": {"parallel__pipeline": 2, "parallel__stage_layers": [4, 1]},
     "ZeRO 1": {"parallel__data": 2, "parallel__zero_stage": 1},
     "ZeRO 2 on 4": {"parallel__data": 4, "parallel__zero_stage": 2},
-    "pipeline 4, cut 2 + 1 + 1 + 0": {"parallel__pipeline": 4, "parallel__stage_layers": [2, 1, 1, 0]},
+    "pipeline 4, cut 2 + 1 + 1 + 1": {"parallel__pipeline": 4, "parallel__stage_layers": [2, 1, 1, 1]},
     "3D": {"parallel__data": 2, "parallel__tensor": 2, "parallel__pipeline": 2, "parallel__zero_stage": 3},
 }
-FAST = ("one process", "ZeRO 3", "tensor 2", "pipeline 2, cut 3 + 1")
+FAST = ("one process", "ZeRO 3", "tensor 2", "pipeline 2, cut 4 + 1")
 SAVED_AT, STEPS = 5, 10
 
 
