@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork
+from torch._C._distributed_c10d import FakeWork, Work, _create_work_from_future
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -22,6 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.pipelining.stage import InferenceMode  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.futures import Future
 from torch.nn import functional
 from torch.optim import optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -127,11 +128,18 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         if func.namespace == "c10d":
-            work = FakeWork().boxed()
+            work = _holding(args[0]).boxed() if func.overloadpacket.__name__ == "send" else FakeWork().boxed()
             return work if len(func._schema.returns) == 1 else (args[0], work)
         if func is torch.ops.aten._to_copy.default and args[0].is_meta:
             options = {**options, "device": torch.device("meta")}
         return func(*args, **options)
+
+
+def _holding(tensors: list[Tensor]) -> Work:
+    """What stands for a send that is under way: its tensors live until it is waited for and dropped."""
+    done: Future[list[Tensor]] = Future()
+    done.set_result(tensors)
+    return _create_work_from_future(done)
 
 
 def _on_one_device(allocate: Callable[..., None]) -> Callable[..., None]:
