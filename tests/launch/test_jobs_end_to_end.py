@@ -127,7 +127,11 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
         time.sleep(0.2)
     yield Head(url, f"127.0.0.1:{gcs}", folder, {**common, "RAY_AUTH_TOKEN_PATH": str(folder / "token")})
     process.terminate()
-    process.wait(PATIENCE_SECONDS)
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:  # its handler can lock up after its children are gone
+        process.kill()
+        process.wait()
     shutil.rmtree(short, ignore_errors=True)
 
 
