@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork, Work, _create_work_from_future
+from torch._C._distributed_c10d import FakeWork, Work, _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -139,7 +139,8 @@ def _holding(tensors: list[Tensor]) -> Work:
     """What stands for a send that is under way: its tensors live until it is waited for and dropped."""
     done: Future[list[Tensor]] = Future()
     done.set_result(tensors)
-    return _create_work_from_future(done)
+    work: Work = _create_work_from_future(done)
+    return work
 
 
 def _on_one_device(allocate: Callable[..., None]) -> Callable[..., None]:

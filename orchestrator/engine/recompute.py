@@ -62,11 +62,11 @@ def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> C
 
 def _contexts() -> tuple[Any, Any]:
     """What the forward and the recomputation of one block run in, as `create_selective_checkpoint_contexts` makes."""
-    _, replay = torch_checkpoint.create_selective_checkpoint_contexts(_keep_products)
+    _, replay = torch_checkpoint.create_selective_checkpoint_contexts(_keep_products)  # type: ignore[no-untyped-call]
     return _Keeping(_keep_products, replay.storage), replay
 
 
-class _Keeping(torch_checkpoint._CachingTorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Keeping(torch_checkpoint._CachingTorchDispatchMode):
     """torch's recorder of kept results, without those that no backward pass asks for."""
 
     def __init__(self, policy: Any, storage: Any) -> None:
@@ -80,7 +80,7 @@ class _Keeping(torch_checkpoint._CachingTorchDispatchMode):  # type: ignore[no-u
         result = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if func not in KEPT or torch.compiler.is_compiling():
             return result
-        key = torch_checkpoint._sac_storage_key(func, args)
+        key = torch_checkpoint._sac_storage_key(func, args)  # type: ignore[no-untyped-call]
         if func in _PRODUCTS:
             self._last = []
         elif func in _SUMS and self._last:
@@ -92,7 +92,7 @@ class _Keeping(torch_checkpoint._CachingTorchDispatchMode):  # type: ignore[no-u
         return result
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._result = None
         # A block ends with a product whose result its backward pass does not need: computed again if it is, after all.
         for key, index in self._last:
