@@ -150,7 +150,12 @@ def test_what_follows_from_two_steps_is_what_the_whole_step_comes_to() -> None:
         assert (extended.flops, extended.collectives) == (whole.flops, whole.collectives)
 
 
-@pytest.mark.parametrize("stage, recompute, gib", [(3, "full", 15.63), (2, "full", 24.77), (0, "full", 101.66)])
+@pytest.mark.parametrize("stage, recompute, gib", [
+    (3, "full", 15.63),
+    pytest.param(3, "none", 37.02, marks=pytest.mark.slow),
+    pytest.param(2, "full", 24.77, marks=pytest.mark.slow),
+    pytest.param(0, "full", 101.66, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_plain_fsdp_of_llama_7b_holds_what_is_known_of_it(stage: int, recompute: str, gib: float) -> None:
     """A program of torch alone (each block a unit, whole logits), 8 ranks, one sequence of 4096, BF16 with FP32
     reductions, fused AdamW; the figures were counted with fake tensors and another tracker."""
