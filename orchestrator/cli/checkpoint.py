@@ -10,12 +10,17 @@ from collections.abc import Sequence
 from importlib import import_module, util
 from typing import Protocol, cast
 
+from orchestrator.checkpoint.object_storage import hurried
 from orchestrator.cli.invocation import VALUE_FLAGS, Invocation
 from orchestrator.config.suggest import did_you_mean, nearest
 from orchestrator.errors import ConfigError, Problem
 
 _WORDS = ("ls", "verify", "export", "import")
 """Every second word that may exist, in the order of help."""
+
+
+_PATIENCE_SECONDS = 5.0
+"""How long an object store that does not answer is tried again while somebody waits; a training has more patience."""
 
 
 class Subcommand(Protocol):
@@ -76,4 +81,5 @@ def run(invocation: Invocation) -> int:
     ]
     if problems:
         raise ConfigError(problems)
-    return module.run(invocation, words)
+    with hurried(_PATIENCE_SECONDS):
+        return module.run(invocation, words)

@@ -30,7 +30,7 @@ Flags
   --help [COMMAND | GROUP | KEY | EXPERIMENT]   explain it: `--help parallel`, `--help training.tokens`, `--help keys`
   --cfg job                                     print the composed configuration and stop
   --config-dir FOLDER                           your own options, for example FOLDER/experiment/mine.yaml
-  --json                                        plan, search, verify: for machines
+  --json                                        every command that prints results: for machines
   -m, --multirun                                train: one run for each combination of `KEY=1,2,3`
   --version
 

@@ -123,9 +123,10 @@ def _take_flag(made: Invocation, word: str, rest: list[str]) -> None:
         else:
             made.problems.append(Problem(flag, "No value was given.", f"Write {flag} VALUE."))
     else:
-        hint = did_you_mean(nearest(name, (*FLAGS, *VALUE_FLAGS, *CLUSTER_FLAGS, *SWITCHES)))
+        known = (*FLAGS, *VALUE_FLAGS, *CLUSTER_FLAGS, *SWITCHES)
+        hint = did_you_mean(nearest(name, known))
         made.problems.append(
-            Problem(name, f"There is no flag `{word}`.", f"{hint} The flags are {', '.join(FLAGS)}.".strip())
+            Problem(name, f"There is no flag `{word}`.", f"{hint} The flags are {', '.join(known)}.".strip())
         )
 
 

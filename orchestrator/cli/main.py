@@ -84,6 +84,8 @@ def _dispatch(invocation: Invocation) -> int:
         invocation.help_topic = invocation.help_topic or next(iter(invocation.overrides), None)
     elif invocation.command not in commands.offered():
         raise ConfigError([_unknown_command(invocation), *invocation.problems])
+    if not invocation.command_was_given:
+        _refuse_late_command(invocation)
     if foreign := locate.check_models_package():
         raise ConfigError(foreign)  # before any import of it fails with a message about something else
     if invocation.help:
@@ -98,6 +100,15 @@ def _dispatch(invocation: Invocation) -> int:
     if invocation.show_config:
         return _show_config(invocation)
     return module.run(invocation)
+
+
+def _refuse_late_command(invocation: Invocation) -> None:
+    """A command after its settings: said as what it is, not as a setting without a value."""
+    for word in [word for word in invocation.overrides if word in commands.offered()]:
+        invocation.overrides.remove(word)
+        invocation.problems.append(
+            Problem(word, f"The command `{word}` comes after other words.", f"Put `{word}` first.")
+        )
 
 
 def _show_config(invocation: Invocation) -> int:

@@ -22,8 +22,8 @@ HELP = """\
 python -m orchestrator plan [+experiment=NAME] [GROUP=OPTION ...] [KEY=VALUE ...] [--json]
 
 Works out, without a GPU, without Ray and in about a second, what the training would need: layout, memory of each GPU by
-category, time of a step, traffic, cost, which rank computes where, and every problem at once. It looks neither at the
-data nor at the run's folder nor at the hardware at hand: the training does, before it starts anything.
+category, time of a step, traffic, cost, which rank computes where, and every problem at once. It looks neither at
+data, checkpoints and weights nor at the run's folder and the hardware at hand: the training does, before it starts.
 Exit code 0: the plan is feasible; 2: it is not, or the configuration is refused.
 
   python -m orchestrator plan +experiment=llama7b_zero2

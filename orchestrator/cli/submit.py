@@ -71,9 +71,9 @@ def run(invocation: Invocation) -> int:
         )
         client, job = jobs.send(url, entrypoint, runtime_env, config.run.name or config.run.experiment)
     print(f"job {job}: {entrypoint}", flush=True)
-    stop = f"ray job stop {job} --address {url}"
+    stop = f"{_ray()} job stop {job} --address {url}"
     if "--no-wait" in invocation.options:
-        print(f"follow it: ray job logs {job} --follow --address {url}\nstop it, after saving: {stop}", flush=True)
+        print(f"follow it: {_ray()} job logs {job} --follow --address {url}\nstop it, after saving: {stop}", flush=True)
         return 0
     try:
         end = jobs.follow(client, job, _write, lambda text: print(text, file=sys.stderr, flush=True))
@@ -81,6 +81,11 @@ def run(invocation: Invocation) -> int:
         print(f"left to itself: job {job} is being stopped. At once: {stop}", file=sys.stderr)
         return _STOPPED
     return _exit_code(end, job)
+
+
+def _ray() -> str:
+    """Ray's own command as it can be typed: it does not switch a token on by itself, as we do where one lies ready."""
+    return "RAY_AUTH_MODE=token ray" if os.environ.get("RAY_AUTH_MODE") == "token" else "ray"
 
 
 def _write(text: str) -> None:

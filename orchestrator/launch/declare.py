@@ -165,10 +165,11 @@ def _unknown(said: str, nodes: Sequence[LiveNode], entries: Sequence[GpuEntry]) 
 def _none_has_any(nodes: Sequence[LiveNode], device: Device) -> Problem:
     if device == "cpu":
         return Problem("cluster", "no node of this cluster gives out CPU slots.", "Start nodes with --num-cpus.")
-    count = len(nodes)
+    who = "the only living node" if len(nodes) == 1 else f"none of the {len(nodes)} living nodes"
+    gives = "gives out no GPU" if len(nodes) == 1 else "gives out a GPU"
     return Problem(
         "cluster",
-        f"none of the {count} living node{'s' if count != 1 else ''} of this cluster gives out a GPU.",
+        f"{who} of this cluster {gives}.",
         "Where there are GPUs, start Ray with the driver in sight or with --num-gpus=N. To train on the CPUs: "
         "cluster.device=cpu (inventory: --device cpu).",
     )

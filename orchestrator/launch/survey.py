@@ -25,7 +25,7 @@ def survey() -> tuple[LiveNode, ...]:
         raise ConfigError(
             Problem(
                 "cluster",
-                "RAY_ADDRESS names no cluster that could be asked.",
+                "RAY_ADDRESS is not set (or is `local`), so there is no cluster that could be asked.",
                 "Set RAY_ADDRESS=HOST:PORT (`ray status` on the head names it), or declare one (`--help cluster`).",
             )
         )

@@ -300,8 +300,8 @@ def _problems_of_folder(key: str, asked: str) -> list[Problem]:
         try:
             with tempfile.TemporaryDirectory(prefix=".probe-", dir=nearest):
                 return []
-        except OSError as error:
-            why = f"nothing can be written in {nearest} ({error.strerror})"
+        except OSError:  # its own words may mislead: of /proc "no such file or directory"
+            why = f"nothing can be made in {nearest}"
     return [Problem(key, f"{key}={asked} cannot be used: {why}.", "Give a folder that can be written.")]
 
 

@@ -298,3 +298,10 @@ def test_a_full_disk_behind_stdout_is_told_without_a_traceback(words: list[str],
         )
     assert (done.returncode, done.stderr.count("\n")) == (3, 1)
     assert "No space left on device" in done.stderr
+
+
+def test_a_command_after_its_settings_is_told_to_come_first(say) -> None:
+    said = say("training.steps=3", "plan")
+    assert said.code == 2
+    assert "The command `plan` comes after other words." in said.err
+    assert "Put `plan` first." in said.err

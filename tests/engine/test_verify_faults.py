@@ -1,4 +1,4 @@
-"""`verify` can fail: it sees each planted mistake in a reduction of an ordinary plan, and nothing where there is none."""
+"""`verify` can fail: it sees each planted mistake in a reduction of an ordinary plan, and nothing without one."""
 
 from __future__ import annotations
 

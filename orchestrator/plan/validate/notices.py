@@ -14,9 +14,10 @@ def idle_gpus(facts: Facts) -> Iterator[str]:
     total = facts.inventory.gpus
     if total is None or facts.world_size is None or facts.world_size >= total:
         return
+    idle = total - facts.world_size
     yield (
         f"The plan uses {facts.world_size} of {total} GPUs ({facts.inventory.describe()}); "
-        f"{total - facts.world_size} stay idle."
+        f"{idle} {'stays' if idle == 1 else 'stay'} idle."
     )
 
 
