@@ -22,7 +22,7 @@ KERNELS = {
     "ScaledDotProductFlashAttentionBackward": "flash",
     "ScaledDotProductEfficientAttentionBackward": "efficient",
     "ScaledDotProductCudnnAttentionBackward": "cudnn",
-    "ScaledDotProductFusedAttentionOverrideableBackward": "overrideable",
+    "ScaledDotProductFusedAttentionOverrideableBackward": "overridable",
 }
 """Name of a kernel by what stands for it in the graph of a backward pass. Without any, products and a softmax were
 computed one by one: `math`."""
@@ -31,7 +31,7 @@ OPERATIONS = {
     "aten::_scaled_dot_product_flash_attention": "flash",
     "aten::_scaled_dot_product_efficient_attention": "efficient",
     "aten::_scaled_dot_product_cudnn_attention": "cudnn",
-    "aten::_scaled_dot_product_fused_attention_overrideable": "overrideable",
+    "aten::_scaled_dot_product_fused_attention_overrideable": "overridable",
 }
 _MOST_HOPS = 6
 """Changes of view between an attention core's result and the kernel's."""

@@ -126,6 +126,7 @@ def _differences(report: Mapping[str, Any], ranks: list[Mapping[str, Any]]) -> R
         said = f"Steps of {counts[0]} and {counts[1]} micro-batches were simulated; the whole step follows from them."
         table.add_row("-", Text(said))
     most = max(entry["resident_bytes"] for entry in ranks)
-    ranks = f"{len(report['ranks'])} rank{'s' if len(report['ranks']) != 1 else ''}"
-    said = f"{ranks} in {report['seconds']:.0f} s, each in {size(most)} of real memory at most."
+    number = len(report["ranks"])
+    who = "1 rank" if number == 1 else f"{number} ranks"
+    said = f"{who} in {report['seconds']:.0f} s, each in {size(most)} of real memory at most."
     return Group(table, Text(said, style="dim"))
