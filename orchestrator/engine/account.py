@@ -194,9 +194,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key not in counted:
                 counted.add(key)
                 sizes[category] += self._live[key][1]
-        for key in list(self._live):
+        # A copy: the garbage collector, or a collective that ends on a thread of its own, lets tensors die meanwhile.
+        for key, (_, size) in self._live.copy().items():
             if key not in counted:
-                sizes[self._stamps.get(key, "activations")] += self._live[key][1]
+                sizes[self._stamps.get(key, "activations")] += size
         return sizes
 
     def _leave_out_host(self) -> None:
@@ -262,8 +263,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         adds some. What has died since was none of the tensors that are told by who holds them."""
         if not self._new_peak:
             return
+        dead = self._dead.copy()  # before the look at what lives: what dies during it is counted there
         peak = self.by_category()
-        for category, size in self._dead:
+        for category, size in dead:
             peak[category] += size
         self._new_peak, self._dead = False, []
         self.found.peak = peak

@@ -183,7 +183,9 @@ class Evaluator:
         )
         in_flight = [stage.whole + stage.weights_only for stage in kept]
         blocks = least * sum(in_flight)
-        before = states.gathered + (states.gradients if count > max(in_flight) else 0.0)
+        # Of several stages some may have no gradients yet.
+        sure = course.virtual_stages == 1 and count > max(in_flight)
+        before = states.gathered + (states.gradients if sure else 0.0)
         for higher in range(level, len(RECOMPUTE)):
             block = self._block(split, course.micro_batch_size, RECOMPUTE[higher])
             # In the first block's backward, what is kept is still there beside what that block works on.

@@ -15,7 +15,7 @@ from orchestrator.plan.run_plan import ParallelFacts, RankMemory
 from orchestrator.plan.stages import stages_of_rank
 from orchestrator.plan.states import Stages, StateMemory, held_stages, rank_elements, state_memory
 from orchestrator.plan.system_profile import SystemProfile
-from orchestrator.plan.timeline import keeps_most_after_a_backward, peak_kept
+from orchestrator.plan.timeline import Crest, Kept, crests, peak_kept
 from orchestrator.plan.traffic import stream_bytes
 from orchestrator.plan.work import Work, moments_share, work_of
 
@@ -43,6 +43,8 @@ class _Held:
 
     states: StateMemory
     layers: tuple[int, ...]
+    gradient_shares: tuple[float, ...]
+    """Part of the rank's gradients that is each stage's."""
     weights: tuple[float, ...]
     """Layers, a stage without any counting as half of one: it still keeps its input."""
     head: bool
@@ -58,7 +60,7 @@ def memories_of(work: Work, profile: SystemProfile) -> tuple[RankMemory, ...]:
     for rank, stages in enumerate(held_stages(work.parallel)):
         found = held.get(stages)
         if found is None:
-            found = held[stages] = _hold(stages, rank_states(work, profile, stages))
+            found = held[stages] = _hold(work, stages, rank_states(work, profile, stages))
         memories.append(_rank_memory(work, profile, common, found, rank))
     return tuple(memories)
 
@@ -72,11 +74,14 @@ def _common(work: Work, profile: SystemProfile, block: BlockActivations) -> _Com
     return _Common(block, logits_bytes(work, profile), boundary, received)
 
 
-def _hold(stages: Stages, states: StateMemory) -> _Held:
+def _hold(work: Work, stages: Stages, states: StateMemory) -> _Held:
+    facts = work.parallel
+    elements = [rank_elements(work.architecture, (stage,), facts.tensor, facts.zero_group).whole for stage in stages]
+    shares = tuple(each / max(1, sum(elements)) for each in elements)
     layers = tuple(stage[0] for stage in stages)
     weights = tuple(max(float(count), 0.5) for count in layers)
     neighbours = sum(int(not first) + int(not last) for _, first, last in stages)
-    return _Held(states, layers, weights, any(stage[2] for stage in stages), neighbours)
+    return _Held(states, layers, shares, weights, any(stage[2] for stage in stages), neighbours)
 
 
 def rank_states(work: Work, profile: SystemProfile, stages: Stages) -> StateMemory:
@@ -123,7 +128,7 @@ def _rank_memory(work: Work, profile: SystemProfile, common: _Common, held: _Hel
 
 def kept_activations(work: Work, profile: SystemProfile, block: BlockActivations, stages: Stages, rank: int) -> float:
     """Bytes that the micro-batches in flight keep on a pipeline rank, when it keeps most."""
-    return _kept(work, _common(work, profile, block), _hold(stages, rank_states(work, profile, stages)), rank)
+    return _kept(work, _common(work, profile, block), _hold(work, stages, rank_states(work, profile, stages)), rank)
 
 
 def _kept(work: Work, common: _Common, held: _Held, rank: int) -> float:
@@ -134,7 +139,11 @@ def _kept(work: Work, common: _Common, held: _Held, rank: int) -> float:
     kept = peak_kept(
         facts.schedule, facts.pipeline, facts.virtual_stages, facts.micro_batches, rank, held.weights, share
     )
-    total = 0.0
+    return _bytes_of(kept, common, held)
+
+
+def _bytes_of(kept: tuple[Kept, ...], common: _Common, held: _Held) -> float:
+    block, total = common.block, 0.0
     for stage, layers in zip(kept, held.layers, strict=True):
         count = stage.whole + stage.weights_only
         total += count * (layers * block.kept + common.boundary) + stage.weights_only * layers * block.deferred
@@ -151,44 +160,47 @@ def _total(instant: Instant) -> float:
 
 
 def _instants(work: Work, common: _Common, held: _Held, rank: int) -> tuple[Instant, ...]:
-    """The moments that can be the peak: the loss, start and end of the first block's backward after it, the start of
-    the second's, and those of the last block's backward in the last micro-batch, when all gradients exist."""
-    kept = _kept(work, common, held, rank)
-    states, block = held.states, common.block
-    # Gradients of earlier micro-batches are there at the peak unless it comes before the first backward; in a pipeline
-    # the last of them are still being reduced.
-    facts = work.parallel
-    started = keeps_most_after_a_backward(
-        facts.schedule, facts.pipeline, facts.virtual_stages, facts.micro_batches, rank, held.weights
-    )
-    whole = 0.0 if work.offload else float(states.gradients)
-    gradients = whole if started else 0.0
-    # Each further stage of a rank keeps the last buffers that its own units were gathered and reduced in.
-    others = len(held.layers) - 1
-    received = common.received * held.neighbours + others * (states.reducing if started else 0)
+    """The moments that can be the peak: those around the loss and a first block's backward, once for each stage that
+    begins to have gradients, and those of the last block's backward in the last micro-batch, when all exist."""
+    facts, states, block = work.parallel, held.states, common.block
+    share = 1.0 + block.deferred / block.kept if block.kept else 1.0
+    found = crests(facts.schedule, facts.pipeline, facts.virtual_stages, facts.micro_batches, rank, held.weights, share)
+    received = common.received * held.neighbours
     if facts.schedule not in ("gpipe", "1f1b"):
         # torch waits for the sends of these schedules at the step's end, and what is sent lives until then; outputs of
         # micro-batches in flight are kept anyway.
         received += (
             common.received * held.neighbours * max(0, facts.micro_batches - facts.pipeline) / (facts.micro_batches)
         )
+    moments = [moment for crest in found for moment in _around_loss(work, common, held, crest, received)]
+    spare = float((len(held.layers) - 1) * states.gathered_unit)
+    received += (len(held.layers) - 1) * states.reducing
+    return (*moments, *_in_block(states.gradients, states.gathered_last + spare, block.kept, received, block, states))
+
+
+def _around_loss(work: Work, common: _Common, held: _Held, crest: Crest, received: float) -> tuple[Instant, ...]:
+    """The loss, start and end of the first block's backward after it, and the start of the second's, while most is
+    kept of the time in which the same stages have gradients."""
+    states, block = held.states, common.block
+    started, others = any(crest.begun), len(held.layers) - 1
+    has = sum(share for share, begun in zip(held.gradient_shares, crest.begun, strict=True) if begun)
+    gradients = 0.0 if work.offload else states.gradients * has
+    kept = _bytes_of(crest.kept, common, held)
+    # Each further stage of a rank keeps the last buffers that its own units were gathered and reduced in; in a pipeline
+    # the last gradients of earlier micro-batches are still being reduced.
+    received += others * (states.reducing if started else 0)
     spare = float(others * states.gathered_unit)
-    reducing = states.reducing if started and facts.pipeline > 1 else 0.0
+    reducing = states.reducing if started and work.parallel.pipeline > 1 else 0.0
     # In front of the first block it is the head's gradients that are being reduced.
     first = float(states.reducing_head) if held.head else reducing
     at_loss = received + reducing + (states.buffer_at_loss if held.head else 0.0)
-    moments = [
+    gathered = states.gathered + spare
+    return (
         (gradients, states.gathered_at_loss + spare, kept, common.logits if held.head else 0.0, at_loss),
-        (gradients, states.gathered + spare, kept + block.working, 0.0, received + first),
-        *_in_block(gradients, states.gathered + spare, kept, received, block, states)[1:],
-        (gradients, states.gathered + spare, kept - block.kept + block.working, 0.0, received + states.reducing),
-        *_in_block(states.gradients, states.gathered_last + spare, block.kept, received, block, states),
-    ]
-    if not started and facts.micro_batches > 1:
-        # After the first backward there are gradients, and a micro-batch less in one of the stages.
-        fewer = max(kept - min(held.layers) * block.kept, block.kept)
-        moments += _in_block(whole, states.gathered + spare, fewer, received, block, states)
-    return tuple(moments)
+        (gradients, gathered, kept + block.working, 0.0, received + first),
+        *_in_block(gradients, gathered, kept, received, block, states)[1:],
+        (gradients, gathered, kept - block.kept + block.working, 0.0, received + states.reducing),
+    )
 
 
 def _in_block(

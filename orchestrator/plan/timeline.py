@@ -224,31 +224,82 @@ def _peak(
     return best
 
 
-@lru_cache(maxsize=65536)
-def keeps_most_after_a_backward(
-    schedule: str, pipeline: int, virtual_stages: int, micro_batches: int, rank: int, stage_weights: tuple[float, ...]
-) -> bool:
-    """Whether a rank keeps as much as at its peak when some backward pass of it is already done: gradients exist then.
+@dataclass(frozen=True, slots=True)
+class Crest:
+    """What a rank keeps when it keeps most, of the time in which the same of its stages have gradients."""
 
-    `stage_weights` as for `peak_kept`.
+    begun: tuple[bool, ...]
+    """Whether a backward pass of the stage has begun, stages ascending: its gradients exist then."""
+    kept: tuple[Kept, ...]
+
+
+def crests(
+    schedule: str,
+    pipeline: int,
+    virtual_stages: int,
+    micro_batches: int,
+    rank: int,
+    stage_weights: tuple[float, ...],
+    weights_only_share: float = 1.0,
+) -> tuple[Crest, ...]:
+    """What a rank keeps at most before its first backward pass and, stage by stage, after it, in order of time.
+
+    A micro-batch counts until its backward pass is done. Arguments as for `peak_kept`.
     """
-    if pipeline == 1:
-        return micro_batches > 1
-    if schedule == "gpipe":
-        return False
-    if schedule == "1f1b":
-        return micro_batches > pipeline - rank
+    if schedule in ("gpipe", "1f1b") or pipeline == 1:
+        return _crests_of_one_stage(schedule, pipeline, virtual_stages, micro_batches, rank)
     count = _shorter(schedule, pipeline, micro_batches, _KEPT_ROUNDS)
+    return _crests(schedule, pipeline, virtual_stages, count, rank, stage_weights, weights_only_share)
+
+
+@lru_cache(maxsize=65536)
+def _crests(
+    schedule: str,
+    pipeline: int,
+    virtual_stages: int,
+    micro_batches: int,
+    rank: int,
+    stage_weights: tuple[float, ...],
+    weights_only_share: float,
+) -> tuple[Crest, ...]:
     place = {stage: at for at, stage in enumerate(stages_of_rank(rank, pipeline, virtual_stages, schedule))}
-    weight = peak = after = 0.0
-    begun = False
-    for stage, kind, _, _ in action_lists(schedule, pipeline, virtual_stages, count)[rank]:
+    whole, rest, begun = [0] * virtual_stages, [0] * virtual_stages, [False] * virtual_stages
+    found: list[Crest] = []
+    weight, most = 0.0, -1.0
+    for stage, kind, _, _ in rank_actions(schedule, pipeline, virtual_stages, micro_batches, rank):
+        at = place[stage]
         if kind == "F":
-            weight += stage_weights[place[stage]]
-        elif kind != "I":
-            weight -= stage_weights[place[stage]]
-        begun = begun or kind != "F"
-        peak = max(peak, weight)
-        if begun:
-            after = max(after, weight)
-    return after >= peak * (1 - 1e-9)
+            whole[at] += 1
+            weight += stage_weights[at]
+        elif kind == "W":
+            rest[at] -= 1
+            weight -= stage_weights[at] * weights_only_share
+        else:
+            whole[at] -= 1
+            rest[at] += kind == "I"
+            weight -= stage_weights[at] * (1 - weights_only_share if kind == "I" else 1.0)
+        if kind != "F" and not begun[at]:
+            begun[at], most = True, -1.0
+        if weight > most * (1 + 1e-12):
+            if most < 0:
+                found.append(Crest((), ()))
+            most = weight
+            found[-1] = Crest(tuple(begun), tuple(Kept(w, r) for w, r in zip(whole, rest, strict=True)))
+    return tuple(found)
+
+
+def _crests_of_one_stage(
+    schedule: str, pipeline: int, virtual_stages: int, micro_batches: int, rank: int
+) -> tuple[Crest, ...]:
+    if pipeline == 1:
+        most, after = 1, min(1, micro_batches - 1)
+    elif schedule == "gpipe":
+        most, after = micro_batches, micro_batches - 1
+    else:
+        most = min(micro_batches, pipeline - rank)
+        after = most if micro_batches > most else most - 1
+    return tuple(
+        Crest((begun,) * virtual_stages, (Kept(count, 0),) * virtual_stages)
+        for begun, count in ((False, most), (True, after))
+        if count
+    )
