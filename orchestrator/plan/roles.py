@@ -87,10 +87,9 @@ def simulated_micro_batches(facts: ParallelFacts) -> tuple[int, ...]:
     if count * fullest <= _WHOLE_STEP:
         return (count,)
     low, step = 3, 1
-    if facts.schedule == "gpipe" and pipeline > 1:
+    if facts.schedule in ("gpipe", "1f1b") and pipeline > 1:
+        # 1F1B keeps its last tensors of a round only some rounds after its start.
         low = 2 * pipeline
-    elif facts.schedule == "1f1b" and pipeline > 1:
-        low = pipeline + 2
     elif facts.schedule in V_SHAPED and pipeline > 1:
         low = 3 * pipeline
     elif pipeline > 1:
