@@ -57,12 +57,17 @@ def hurried(seconds: float) -> Iterator[None]:
 
 
 @cache
-def _file_system(scheme: str, process: int) -> Any:
-    """One connection pool a process: a forked one must not use its parent's."""
+def _file_system(scheme: str, process: int, settings: tuple[tuple[str, str], ...]) -> Any:
+    """One connection pool a process, as a forked one must not use its parent's, and for the server and credentials
+    that the environment names now."""
     import fsspec
 
     waits = {"connect_timeout": 5, "read_timeout": 60, "retries": {"max_attempts": 2, "mode": "standard"}}
     return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, config_kwargs=waits)
+
+
+def _settings() -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith("AWS_")))
 
 
 class ObjectFolder(Folder):
@@ -192,7 +197,7 @@ class ObjectFolder(Folder):
         pause = _FIRST_PAUSE_SECONDS
         while True:
             try:
-                return action(_file_system(self._scheme, os.getpid()))
+                return action(_file_system(self._scheme, os.getpid(), _settings()))
             except FileNotFoundError:
                 raise
             except Exception as reason:
