@@ -291,3 +291,10 @@ def test_no_kill_loses_the_last_complete_checkpoint(store: ObjectStore, place: s
         assert checkpoint is not None
         assert passed_over == []
         assert torch.equal(state["model"]["w0"], torch.full((writing.numbers,), float(checkpoint.step)))
+
+
+def test_the_server_that_the_environment_names_now_is_spoken_with() -> None:
+    for _ in range(2):
+        with object_store() as server:
+            open_folder(server.url("here")).write_whole("file", b"content")
+            assert any(method == "PUT" and "here/file" in path for method, path in server.asked)
