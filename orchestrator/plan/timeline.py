@@ -186,42 +186,8 @@ def peak_kept(
     if schedule == "1f1b":
         return (Kept(min(micro_batches, pipeline - rank), 0),)
     count = _shorter(schedule, pipeline, micro_batches, _KEPT_ROUNDS)
-    return _peak(schedule, pipeline, virtual_stages, count, rank, stage_weights, weights_only_share)
-
-
-@lru_cache(maxsize=65536)
-def _peak(
-    schedule: str,
-    pipeline: int,
-    virtual_stages: int,
-    micro_batches: int,
-    rank: int,
-    stage_weights: tuple[float, ...],
-    weights_only_share: float,
-) -> tuple[Kept, ...]:
-    stages = stages_of_rank(rank, pipeline, virtual_stages, schedule)
-    index = {stage: place for place, stage in enumerate(stages)}
-    whole, rest = [0] * len(stages), [0] * len(stages)
-    peak, best = -1.0, tuple(Kept(0, 0) for _ in stages)
-    weight = 0.0
-    for stage, kind, _, _ in rank_actions(schedule, pipeline, virtual_stages, micro_batches, rank):
-        place = index[stage]
-        if kind == "F":
-            whole[place] += 1
-            weight += stage_weights[place]
-        elif kind == "B":
-            whole[place] -= 1
-            weight -= stage_weights[place]
-        elif kind == "I":
-            whole[place] -= 1
-            rest[place] += 1
-            weight -= stage_weights[place] * (1 - weights_only_share)
-        else:
-            rest[place] -= 1
-            weight -= stage_weights[place] * weights_only_share
-        if kind in ("F", "I") and weight > peak * (1 + 1e-12):  # nothing else adds to what is kept
-            peak, best = weight, tuple(Kept(w, r) for w, r in zip(whole, rest, strict=True))
-    return best
+    found = _crests(schedule, pipeline, virtual_stages, count, rank, stage_weights, weights_only_share)
+    return max(found, key=lambda crest: crest.weight).kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +197,8 @@ class Crest:
     begun: tuple[bool, ...]
     """Whether a backward pass of the stage has begun, stages ascending: its gradients exist then."""
     kept: tuple[Kept, ...]
+    weight: float
+    """What that comes to in the unit of the stages' weights."""
 
 
 def crests(
@@ -282,9 +250,10 @@ def _crests(
             begun[at], most = True, -1.0
         if weight > most * (1 + 1e-12):
             if most < 0:
-                found.append(Crest((), ()))
+                found.append(Crest((), (), 0.0))
             most = weight
-            found[-1] = Crest(tuple(begun), tuple(Kept(w, r) for w, r in zip(whole, rest, strict=True)))
+            kept = tuple(Kept(w, r) for w, r in zip(whole, rest, strict=True))
+            found[-1] = Crest(tuple(begun), kept, weight)
     return tuple(found)
 
 
@@ -299,7 +268,7 @@ def _crests_of_one_stage(
         most = min(micro_batches, pipeline - rank)
         after = most if micro_batches > most else most - 1
     return tuple(
-        Crest((begun,) * virtual_stages, (Kept(count, 0),) * virtual_stages)
+        Crest((begun,) * virtual_stages, (Kept(count, 0),) * virtual_stages, float(count))
         for begun, count in ((False, most), (True, after))
         if count
     )

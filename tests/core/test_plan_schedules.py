@@ -191,3 +191,39 @@ def test_long_steps_cost_no_more_than_short_ones() -> None:
     assert timeline.peak_kept(*shape, 0, (1.0,)) == (Kept(16, 0),)
     line = pipeline_timeline(*shape, _alike(16, 1))
     assert line.bubble_fraction == pytest.approx(15 / (10**9 + 15), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rank", "expected"),
+    [
+        # All forwards come first; the second stage's gradients are there while 31 of 32 are still kept.
+        (("interleaved_1f1b", 16, 2, 16), 1, [((False, False), 32), ((False, True), 31), ((True, True), 15)]),
+        (("interleaved_1f1b", 16, 2, 16), 15, [((False, False), 17), ((False, True), 17), ((True, True), 15)]),
+        (("1f1b", 4, 1, 16), 1, [((False,), 3), ((True,), 3)]),
+        (("1f1b", 4, 1, 4), 0, [((False,), 4), ((True,), 3)]),
+        (("gpipe", 4, 1, 6), 2, [((False,), 6), ((True,), 5)]),
+        (("gpipe", 1, 1, 1), 0, [((False,), 1)]),
+        (("gpipe", 1, 1, 3), 0, [((False,), 1), ((True,), 1)]),
+    ],
+)
+def test_what_is_kept_at_most_while_the_same_stages_have_gradients(
+    shape: tuple[str, int, int, int], rank: int, expected: list[tuple[tuple[bool, ...], int]]
+) -> None:
+    found = timeline.crests(*shape, rank, (1.0,) * shape[2])
+    assert [(crest.begun, sum(kept.whole + kept.weights_only for kept in crest.kept)) for crest in found] == expected
+
+
+@given(schedule_shapes(), st.integers(0, 5))
+def test_the_peak_is_the_highest_crest_and_stages_only_begin(shape: tuple[str, int, int, int], rank: int) -> None:
+    weights = tuple(float(index + 1) for index in range(shape[2]))
+    found = timeline.crests(*shape, rank % shape[1], weights)
+    counts = [sum(crest.begun) for crest in found]
+    assert counts == sorted(set(counts))
+    peak = peak_kept(*shape, rank % shape[1], weights)
+    assert (
+        max(crest.weight for crest in found)
+        <= sum(weight * (kept.whole + kept.weights_only) for weight, kept in zip(weights, peak, strict=True))
+        * (1 + 1e-9)
+        if shape[0] not in ("gpipe", "1f1b")
+        else peak == found[0].kept
+    )
