@@ -15,7 +15,7 @@ from orchestrator.plan.run_plan import ParallelFacts, RankMemory
 from orchestrator.plan.stages import stages_of_rank
 from orchestrator.plan.states import Stages, StateMemory, held_stages, rank_elements, state_memory
 from orchestrator.plan.system_profile import SystemProfile
-from orchestrator.plan.timeline import Crest, Kept, crests, peak_kept
+from orchestrator.plan.timeline import Crest, Kept, highest_crests, peak_kept
 from orchestrator.plan.traffic import stream_bytes
 from orchestrator.plan.work import Work, moments_share, work_of
 
@@ -164,7 +164,9 @@ def _instants(work: Work, common: _Common, held: _Held, rank: int) -> tuple[Inst
     begins to have gradients, and those of the last block's backward in the last micro-batch, when all exist."""
     facts, states, block = work.parallel, held.states, common.block
     share = 1.0 + block.deferred / block.kept if block.kept else 1.0
-    found = crests(facts.schedule, facts.pipeline, facts.virtual_stages, facts.micro_batches, rank, held.weights, share)
+    found = highest_crests(
+        facts.schedule, facts.pipeline, facts.virtual_stages, facts.micro_batches, rank, held.weights, share
+    )
     received = common.received * held.neighbours
     if facts.schedule not in ("gpipe", "1f1b"):
         # torch waits for the sends of these schedules at the step's end, and what is sent lives until then; outputs of

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from orchestrator.plan.schedules import ActionList, action_lists, rank_actions
+from orchestrator.plan.schedules import SPLIT_BACKWARDS, ActionList, action_lists, rank_actions
 from orchestrator.plan.stages import stages_of_rank
 
 _SETTLING_ROUNDS = 4
@@ -186,7 +186,8 @@ def peak_kept(
     if schedule == "1f1b":
         return (Kept(min(micro_batches, pipeline - rank), 0),)
     count = _shorter(schedule, pipeline, micro_batches, _KEPT_ROUNDS)
-    found = _crests(schedule, pipeline, virtual_stages, count, rank, stage_weights, weights_only_share)
+    share = weights_only_share if schedule in SPLIT_BACKWARDS else 1.0  # more plans share what is kept of a walk
+    found = _crests(schedule, pipeline, virtual_stages, count, rank, stage_weights, share)
     return max(found, key=lambda crest: crest.weight).kept
 
 
@@ -217,7 +218,8 @@ def crests(
     if schedule in ("gpipe", "1f1b") or pipeline == 1:
         return _crests_of_one_stage(schedule, pipeline, virtual_stages, micro_batches, rank)
     count = _shorter(schedule, pipeline, micro_batches, _KEPT_ROUNDS)
-    return _crests(schedule, pipeline, virtual_stages, count, rank, stage_weights, weights_only_share)
+    share = weights_only_share if schedule in SPLIT_BACKWARDS else 1.0
+    return _crests(schedule, pipeline, virtual_stages, count, rank, stage_weights, share)
 
 
 @lru_cache(maxsize=65536)
@@ -232,7 +234,7 @@ def _crests(
 ) -> tuple[Crest, ...]:
     place = {stage: at for at, stage in enumerate(stages_of_rank(rank, pipeline, virtual_stages, schedule))}
     whole, rest, begun = [0] * virtual_stages, [0] * virtual_stages, [False] * virtual_stages
-    found: list[Crest] = []
+    found: list[tuple[tuple[bool, ...], tuple[int, ...], tuple[int, ...], float]] = []
     weight, most = 0.0, -1.0
     for stage, kind, _, _ in rank_actions(schedule, pipeline, virtual_stages, micro_batches, rank):
         at = place[stage]
@@ -249,12 +251,33 @@ def _crests(
         if kind != "F" and not begun[at]:
             begun[at], most = True, -1.0
         if weight > most * (1 + 1e-12):
-            if most < 0:
-                found.append(Crest((), (), 0.0))
+            highest = (tuple(begun), tuple(whole), tuple(rest), weight)
+            found[len(found) - (most >= 0) :] = [highest]
             most = weight
-            kept = tuple(Kept(w, r) for w, r in zip(whole, rest, strict=True))
-            found[-1] = Crest(tuple(begun), kept, weight)
-    return tuple(found)
+    return tuple(
+        Crest(begun_then, tuple(map(Kept, whole_then, rest_then)), weight_then)
+        for begun_then, whole_then, rest_then, weight_then in found
+    )
+
+
+@lru_cache(maxsize=65536)
+def highest_crests(
+    schedule: str,
+    pipeline: int,
+    virtual_stages: int,
+    micro_batches: int,
+    rank: int,
+    stage_weights: tuple[float, ...],
+    weights_only_share: float = 1.0,
+) -> tuple[Crest, ...]:
+    """Those of `crests` that can be where a rank holds most: without one after which as much is kept and more stages
+    have gradients."""
+    found = crests(schedule, pipeline, virtual_stages, micro_batches, rank, stage_weights, weights_only_share)
+    chosen: list[Crest] = []
+    for crest in reversed(found):
+        if not chosen or crest.weight > chosen[-1].weight * (1 + 1e-9):
+            chosen.append(crest)
+    return tuple(reversed(chosen))
 
 
 def _crests_of_one_stage(

@@ -213,6 +213,13 @@ def test_what_is_kept_at_most_while_the_same_stages_have_gradients(
     assert [(crest.begun, sum(kept.whole + kept.weights_only for kept in crest.kept)) for crest in found] == expected
 
 
+def test_a_crest_after_which_as_much_is_kept_with_more_gradients_is_left_out() -> None:
+    steady = timeline.highest_crests("interleaved_1f1b", 4, 2, 32, 0, (1.0, 1.0))
+    assert [crest.begun for crest in steady] == [(True, True)]
+    few = timeline.highest_crests("interleaved_1f1b", 16, 2, 16, 1, (1.0, 1.0))
+    assert [crest.weight for crest in few] == [32, 31, 15]
+
+
 @given(schedule_shapes(), st.integers(0, 5))
 def test_the_peak_is_the_highest_crest_and_stages_only_begin(shape: tuple[str, int, int, int], rank: int) -> None:
     weights = tuple(float(index + 1) for index in range(shape[2]))
