@@ -105,7 +105,7 @@ def rank_states(work: Work, profile: SystemProfile, stages: Stages) -> StateMemo
 
 def _rank_memory(work: Work, profile: SystemProfile, common: _Common, held: _Held, rank: int) -> RankMemory:
     facts, states = work.parallel, held.states
-    peak = max(_instants(work, common, held, rank), key=_total)
+    peak = max(_instants(work, common, held, rank), key=sum)
     gradients, gathered, activations, logits, buffers = map(round, peak)
     used = states.parameters + states.optimizer + gradients + gathered + activations + logits + buffers
     reserve = round(profile.reserve_bytes(work, used))
@@ -154,11 +154,6 @@ Instant = tuple[float, float, float, float, float]
 """Bytes of gradients, gathered copies, activations, logits and buffers at one moment of a step."""
 
 
-def _total(instant: Instant) -> float:
-    gradients, gathered, activations, logits, buffers = instant
-    return gradients + gathered + activations + logits + buffers
-
-
 def _instants(work: Work, common: _Common, held: _Held, rank: int) -> tuple[Instant, ...]:
     """The moments that can be the peak: those around the loss and a first block's backward, once for each stage that
     begins to have gradients, and those of the last block's backward in the last micro-batch, when all exist."""
@@ -185,7 +180,9 @@ def _around_loss(work: Work, common: _Common, held: _Held, crest: Crest, receive
     kept of the time in which the same stages have gradients."""
     states, block = held.states, common.block
     started, others = any(crest.begun), len(held.layers) - 1
-    has = sum(share for share, begun in zip(held.gradient_shares, crest.begun, strict=True) if begun)
+    has = 1.0
+    if not all(crest.begun):
+        has = sum(share for share, begun in zip(held.gradient_shares, crest.begun, strict=True) if begun)
     gradients = 0.0 if work.offload else states.gradients * has
     kept = _bytes_of(crest.kept, common, held)
     # Each further stage of a rank keeps the last buffers that its own units were gathered and reduced in; in a pipeline
