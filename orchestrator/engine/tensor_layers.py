@@ -7,6 +7,7 @@ embeddings and the two norms; refuses every other kind by name.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -57,9 +58,9 @@ class _LayerStyle(ParallelStyle):
         )
         return module
 
+    @abstractmethod
     def forward_of(self, module: nn.Module, mesh: DeviceMesh, group: TensorGroup) -> Forward:
         """What the layer computes from now on."""
-        raise NotImplementedError
 
 
 class Colwise(_LayerStyle):
