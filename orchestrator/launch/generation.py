@@ -14,10 +14,11 @@ from typing import Any
 from orchestrator.launch.board import PHASES
 from orchestrator.launch.policy import FailureKind
 from orchestrator.launch.report import RankFailure, exit_words
+from orchestrator.launch.timings import Timings
 from orchestrator.placement.topology import PlacedRank
 
-_SETTLE_SECONDS = 0.5
-"""After a failure that reads like a consequence: time for its cause to be noticed."""
+_SETTLE_SECONDS = 2.0
+"""After a failure that reads like a consequence: time for its cause to be heard of, from another node perhaps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,10 @@ class Generation:
     number: int
     placed: tuple[PlacedRank, ...]
     started: float
-    failed_before: float | None = None
-    """When the failure was noticed that it mends; None for the first."""
+    way: Timings
+    """The way to its first step, which began before it."""
+    mends: bool = False
+    """Whether it follows a failure."""
     ready: dict[int, dict[str, Any]] = field(default_factory=dict)
     done: dict[int, dict[str, Any]] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
@@ -92,6 +95,7 @@ class Generation:
 
     def note_event(self, rank: int, event: Mapping[str, Any]) -> None:
         """A rank's own event."""
+        self.way.note(rank, event)
         kind = event["kind"]
         if kind == "ready":
             self.ready[rank] = dict(event)
@@ -143,6 +147,8 @@ class Generation:
             return False
         if any(not failure.consequence for failure in self.failures.values()):
             return True
+        if len(self.failures.keys() | self.done.keys()) == len(self.placed):
+            return True  # nobody is left who could name another cause
         return now - min(failure.time for failure in self.failures.values()) > _SETTLE_SECONDS
 
     def overdue(self, now: float, limits: Limits) -> RankFailure | None:
@@ -164,7 +170,7 @@ class Generation:
         return RankFailure(
             rank,
             self.node_of(rank),
-            now,
+            beat.time,
             "hang",
             self._hang_words(rank, beat, now, limit, starting),
             "",

@@ -82,12 +82,10 @@ class RunLoop:
         self._held_since = 0.0
         self._generation: Generation | None = None
         self._watch = Watch()
-        self._history = History()
+        self._history = History(observe, timings)
         self._placed: tuple[PlacedRank, ...] = ()
         self._problems: list[Problem] = []
         self._traceback = ""
-        self._last_checkpoint: int | None = None
-        self._failed_at: float | None = None
         self._pending: RestartRanks | Retry | Stop | None = None  # carried out when the killed ranks are gone
         self._moving: tuple[Retry | Stop, str] | None = None  # a preemption: carried out when the ranks have saved
         self._deadline: float | None = None  # of what is waited for: ranks being killed, exiting, or saving
@@ -108,7 +106,7 @@ class RunLoop:
         done = self._generation.done if self._generation else {}
         return LaunchOutcome(
             status=self._status,
-            attempts=tuple(self._history.attempts),
+            attempts=self._history.attempts,
             rank_results={rank: event.get("result") or {} for rank, event in sorted(done.items())},
             problems=tuple(self._problems),
             placement=self._placed,
@@ -130,6 +128,7 @@ class RunLoop:
             if self._held is not None and self._held.owns(happening.line):
                 node = self._held.node_of(happening.line)[1]
                 self._share_failed("node_loss", f"the supervisor on {node}, or the node itself, is gone")
+                self._cleared(happening.line)
         else:
             self._hear(happening.line, happening.body)
 
@@ -137,11 +136,11 @@ class RunLoop:
         kind = message["kind"]
         if kind == "hello":
             if self._held is not None and self._held.greeted(line, message):
-                self._timings.mark("workers", self._clock())
+                self._history.way.mark("workers", self._clock())
                 self._start_ranks()
             return
         if kind == "warm":
-            self._timings.mark("warm-up", self._clock())
+            self._history.way.mark("warm-up", self._clock())
             self._observe({**message, "kind": "warm"})
             return
         if kind == "notice" and self._held is not None and self._held.owns(line):
@@ -149,6 +148,7 @@ class RunLoop:
             return
         generation = self._generation
         if generation is None or message.get("generation") != generation.number:
+            self._history.hear_late(message)
             return
         if kind == "event":
             self._hear_rank(line, generation, message["rank"], message["event"])
@@ -157,7 +157,12 @@ class RunLoop:
         elif kind == "beats":
             generation.note_beats(message["beats"], self._clock())
             self._watch.note_paces(message.get("paces", {}), {r: beat[1] for r, beat in message["beats"].items()})
-        elif kind == "cleared" and self._pending and self._held and self._held.cleared(line):
+        elif kind == "cleared":
+            self._cleared(line)
+
+    def _cleared(self, line: int) -> None:
+        """A supervisor has no ranks left, or is gone itself."""
+        if self._pending and self._held and self._held.cleared(line):
             self._carry_out()
 
     def _hear_rank(self, line: int, generation: Generation, rank: int, event: dict[str, Any]) -> None:
@@ -168,18 +173,9 @@ class RunLoop:
             return
         if kind == "ready":
             event["report"] = self._held.report_of(line, rank, event)
-        generation.note_event(rank, event)
-        self._timings.note(generation.number, rank, event)
-        if kind == "ready":
-            if len(generation.ready) == len(generation.placed):
-                self._verify(generation)
-        elif kind == "checkpoint" and not event.get("error"):
-            self._last_checkpoint = event["step"]
-        elif kind == "step" and generation.failed_before and event["step"] == generation.first_step:
-            seconds = event["time"] - generation.failed_before
-            self._observe({"kind": "recovered", "seconds": seconds, "attempt": generation.number})
-        if kind not in ("done", "error", "phase", "ready"):
-            self._observe({**event, "rank": rank, "attempt": generation.number})
+        self._history.note(generation, rank, event)
+        if kind == "ready" and len(generation.ready) == len(generation.placed):
+            self._verify(generation)
         if generation.all_done and self._deadline is None:
             self._deadline = self._clock() + _EXIT_SECONDS
 
@@ -247,7 +243,7 @@ class RunLoop:
         try:
             begun = self._placing.attempt(now, make)
         except PlacementError as error:
-            if not self._history.attempts:
+            if not self._history.count:
                 raise
             self._problems.extend(error.problems)
             self._status = "failed"
@@ -255,14 +251,15 @@ class RunLoop:
         if begun is not None:
             self._ray_attempts = number
             self._held, self._held_since = begun, now
+            self._history.way.mark("nodes", self._clock())
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
     def _start_ranks(self) -> None:
         assert self._held is not None
         self._placed = self._held.assign()
-        number = self._history.next_number
-        self._generation = Generation(number, self._placed, self._clock(), self._failed_at)
+        number = self._history.count + 1
+        self._generation = Generation(number, self._placed, self._clock(), self._history.way, mends=number > 1)
         self._watch.begin()
         self._deadline = None
         self._observe({"kind": "placement", "attempt": number, "table": [asdict(entry) for entry in self._placed]})
@@ -289,8 +286,7 @@ class RunLoop:
         generation = self._generation
         decision = decide(self._policy, Failure(kind, step, failed_at))
         self._moving = None
-        self._history.close(generation, kind, detail, now)
-        self._failed_at = failed_at
+        self._history.close(generation, kind, detail, now, failed_at)
         if isinstance(decision, Stop):
             failures = list(generation.failures.values()) if generation else []
             hint = remedy(kind, failures, self._placing.plan, f"{self._request.run_directory}/logs/")
@@ -301,7 +297,7 @@ class RunLoop:
 
     def _go_on(self, decision: RestartRanks | Retry, kind: FailureKind, detail: str) -> None:
         self._policy = decision.state
-        self._observe(restart_event(decision, kind, detail, attempt=len(self._history.attempts)))
+        self._observe(restart_event(decision, kind, detail, attempt=self._history.count))
 
     def _kill_then(self, decision: RestartRanks | Retry | Stop, now: float, ask_where: list[int]) -> None:
         self._pending = decision
@@ -316,11 +312,12 @@ class RunLoop:
 
     def _carry_out(self) -> None:
         decision, self._pending, self._deadline = self._pending, None, None
+        if isinstance(decision, Retry) and self._held is not None:
+            self._held.end()
+        self._history.way.mark("killed", self._clock())
         if isinstance(decision, RestartRanks):
             self._start_ranks()
         elif isinstance(decision, Retry):
-            if self._held is not None:
-                self._held.end()
             self._held = self._generation = None
             self._watch.begin()
             self._placing.again()
@@ -352,7 +349,7 @@ class RunLoop:
     def _move(self, generation: Generation, detail: str, now: float) -> None:
         """The ranks have saved, or had their time to."""
         assert self._moving is not None
-        decision, self._moving, self._failed_at = self._moving[0], None, now
+        decision, self._moving = self._moving[0], None
         self._history.close(generation, "preemption", detail, now)
         if isinstance(decision, Stop):
             message = f"{detail}. The run ends: {decision.reason}."
@@ -386,7 +383,7 @@ class RunLoop:
         self._end_at_once(f"the ranks did not save and stop within {seconds}.", now)
 
     def _end_at_once(self, message: str, now: float) -> None:
-        self._problems.append(Problem("", message, kept_words(self._last_checkpoint)))
+        self._problems.append(Problem("", message, kept_words(self._history.saved_step)))
         self._history.close(self._generation, "stopped", message, now)
         self._kill_then(Stop(message), now, ask_where=[])
 

@@ -55,7 +55,10 @@ class Attempt:
     seconds: float
     world_size: int
     recovery_seconds: float | None = None
-    """From the failure before it until its own first step; None for the first attempt, or when it reached no step."""
+    """From the failure before it until its own first step; None for the first attempt, or when it reached no step. A
+    rank that hangs has failed when it gave its last sign of life."""
+    recovery_parts: Mapping[str, float] = field(default_factory=dict)
+    """Where these seconds went, in order (`timings.py` has the names)."""
     resumed_step: int | None = None
     """Step of the checkpoint that it went on from; 0: from the beginning; None: it did not get that far."""
     nodes: tuple[str, ...] = ()
@@ -63,7 +66,8 @@ class Attempt:
 
     def to_dict(self) -> dict[str, Any]:
         """As `summary.json` keeps it."""
-        return {**{name: getattr(self, name) for name in self.__slots__}, "nodes": list(self.nodes)}
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return {**values, "recovery_parts": dict(self.recovery_parts), "nodes": list(self.nodes)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,6 +166,8 @@ class _Share:
                 if handle is self._driver:
                     command = self._driver.recv()
                     if command["kind"] == "finish":
+                        for rank in self._ranks.values():
+                            self._drain(rank)  # what they have done counts, however they end
                         return
                     self._obey(command)
                 elif handle is self._keeper:

@@ -1,7 +1,10 @@
-"""Where the seconds until the first optimizer step went: marks in, consecutive parts out. Pure; clock readings come in.
+"""Where the seconds until a first optimizer step went: marks in, consecutive parts out. Pure; clock readings come in.
 
-The parts add up to the time from the user's command to the end of the first step. Importing torch runs beside Ray's
-start; what shows as `warm-up` is only the rest of it that ranks had to wait for.
+The same words for the start of a command and for the way back to work after a failure, so that the two can be
+compared. A start begins with `imports` (the command's own) and `ray`, a way back with `noticed` (from the failure, or
+from the last sign of life of a rank that hangs) and `killed`. Then both have `nodes` (waited for and chosen), `workers`
+and `warm-up` (the rest of importing torch that ranks had to wait for; most of it runs beside Ray's start) where nodes
+are chosen, and what the ranks go through. The parts add up.
 """
 
 from __future__ import annotations
@@ -19,26 +22,23 @@ _PHASE_PART = {
 
 
 class Timings:
-    """Marks of one launch."""
+    """Marks on the way to one first step."""
 
-    def __init__(self, command_started: float) -> None:
-        self._last = command_started
-        self._parts: list[tuple[str, float]] = []
+    def __init__(self, began: float) -> None:
+        """`began` is the command's start, or the failure that is being mended."""
+        self._last = began
+        self._parts: dict[str, float] = {}
         self._closed = False
 
     def mark(self, part: str, now: float) -> None:
         """`part` ends now. A part that is named again grows."""
-        if self._closed:
-            return
-        seconds = max(0.0, now - self._last)
-        self._last = max(self._last, now)
-        if self._parts and self._parts[-1][0] == part:
-            seconds += self._parts.pop()[1]
-        self._parts.append((part, seconds))
+        if not self._closed:
+            self._parts[part] = self._parts.get(part, 0.0) + max(0.0, now - self._last)
+            self._last = max(self._last, now)
 
-    def note(self, attempt: int, rank: int, event: Mapping[str, Any]) -> None:
-        """An event of a rank; those of rank 0 in the first attempt divide the time."""
-        if rank or attempt != 1 or self._closed:
+    def note(self, rank: int, event: Mapping[str, Any]) -> None:
+        """An event of a rank; those of rank 0 divide the time."""
+        if rank or self._closed:
             return
         if event["kind"] == "phase" and event["phase"] in _PHASE_PART:
             self.mark(_PHASE_PART[event["phase"]], event["time"])
@@ -48,4 +48,4 @@ class Timings:
 
     def splits(self) -> tuple[tuple[str, float], ...]:
         """(part, seconds) in order; empty when no step was reached."""
-        return tuple(self._parts) if self._closed else ()
+        return tuple(self._parts.items()) if self._closed else ()

@@ -173,6 +173,140 @@ def test_a_dead_rank_has_all_ranks_killed_and_started_anew_on_the_same_shares():
     assert "rank 0 then lost the connection" in world.of("restart")[0]["message"]
 
 
+def test_steps_that_another_node_had_reported_count_though_the_failure_was_heard_of_first():
+    def first(world):
+        world.all_ready()
+        world.dies(1, step=3)
+        world.step(1)
+        world.step(2)
+
+    def second(world):
+        world.all_ready()
+        world.all_done()
+
+    world = World(cpu_plan(nodes=1, slots=2), {1: first, 2: second})
+    failed, mended = world.run().attempts
+    assert (failed.cause, failed.first_step, failed.last_step) == ("crash", 1, 2)
+    assert (mended.cause, mended.first_step) == ("finished", None)
+
+
+def test_steps_and_checkpoints_that_are_heard_of_after_a_node_was_lost_count_for_the_attempt_that_did_them():
+    def lost(world):
+        world.all_ready()
+        world.queue.append(Happening("gone", 0, None))
+        world.rank(0, kind="resumed", step=3, checkpoint="x")
+        world.step(4)
+        world.step(5)
+        world.rank(0, kind="checkpoint", step=5, path="x")
+        world.dies(0, step=6)  # of ranks that are given up already nothing else matters
+
+    def again(world):
+        world.rank(0, kind="resumed", step=5, checkpoint="x")
+        finishes(world)
+
+    world = World(cpu_plan(), {1: lost, 2: again})
+    failed, mended = world.run().attempts
+    assert (failed.cause, failed.first_step, failed.last_step, failed.resumed_step) == ("node_loss", 4, 5, 3)
+    assert (mended.cause, mended.resumed_step) == ("finished", 5)
+    assert [event["attempt"] for event in world.of("step")] == [1, 1]
+    assert [event["step"] for event in world.of("checkpoint")] == [5]
+
+
+PHASES = ("rendezvous", "building", "loading", "reading")
+
+
+def works_after(world: World, step: int) -> None:
+    """The ranks reach `step` in five seconds, one for each phase and one for the step."""
+    for phase in PHASES:
+        world.now += 1
+        world.rank(0, kind="phase", phase=phase)
+    world.now += 1
+    world.step(step)
+
+
+def test_the_way_back_to_work_is_recorded_in_parts_that_add_up():
+    def dies(world):
+        world.all_ready()
+        world.step(1)
+        world.dies(1, step=2)
+        world.now += 0.25
+
+    def mended(world):
+        works_after(world, 1)
+        world.all_ready()
+        world.all_done()
+
+    world = World(cpu_plan(), {1: dies, 2: mended})
+    first, second = world.run().attempts
+    assert (first.recovery_seconds, first.recovery_parts) == (None, {})
+    assert second.recovery_parts == {
+        "noticed": pytest.approx(0.25), "killed": 0, "engine imports": 1, "process group": 1, "model": 1,
+        "data and checkpoint": 1, "first step": 1,
+    }  # fmt: skip
+    assert second.recovery_seconds == pytest.approx(5.25)
+    (event,) = world.of("recovered")
+    assert (event["seconds"], event["attempt"]) == (second.recovery_seconds, 2)
+
+
+def test_a_hang_is_counted_from_the_last_sign_of_life_and_a_new_placement_has_its_own_parts():
+    def hangs(world):
+        world.all_ready()
+        world.step(1)
+        world.says(kind="beats", beats=dict.fromkeys((0, 1), ("stepping", 2, 0.0, False)))
+
+    def lost(world):
+        works_after(world, 1)
+        world.queue.append(Happening("gone", 0, None))
+
+    def third(world):
+        works_after(world, 2)
+        world.all_ready()
+        world.all_done()
+
+    world = World(cpu_plan(step_timeout_seconds=30), {1: hangs, 2: lost, 3: third})
+    _, second, third_attempt = world.run().attempts
+    assert second.recovery_parts["noticed"] == pytest.approx(30, abs=0.5)
+    assert "nodes" not in second.recovery_parts
+    assert list(third_attempt.recovery_parts)[:4] == ["noticed", "killed", "nodes", "workers"]
+
+
+def test_what_goes_wrong_while_a_failure_is_mended_belongs_to_the_same_way_back():
+    def dies(world):
+        world.step(1)
+        world.dies(1, step=2)
+
+    def mended(world):
+        works_after(world, 1)
+        world.all_ready()
+        world.all_done()
+
+    world = World(cpu_plan(), {1: dies, 2: mended}, clears=False)  # killed ranks are not gone within ten seconds
+    _, second = world.run().attempts
+    assert list(second.recovery_parts)[:4] == ["noticed", "killed", "nodes", "workers"]
+    assert second.recovery_parts["killed"] >= 10
+    assert second.recovery_seconds >= 15
+
+
+def test_an_attempt_that_did_no_step_never_came_back_and_the_next_is_counted_from_its_failure():
+    def dies(world):
+        world.step(1)
+        world.dies(1, step=2)
+
+    def lost(world):
+        world.now += 7
+        world.queue.append(Happening("gone", 0, None))
+
+    def last(world):
+        works_after(world, 1)
+        world.all_ready()
+        world.all_done()
+
+    world = World(cpu_plan(), {1: dies, 2: lost, 3: last})
+    _, second, third = world.run().attempts
+    assert second.recovery_seconds is None
+    assert third.recovery_seconds == pytest.approx(5)
+
+
 def test_the_same_step_failing_twice_ends_the_run_even_when_it_was_never_completed_again():
     def dies(world):
         world.dies(1, step=2)
@@ -212,6 +346,16 @@ def test_a_lost_supervisor_ends_the_attempt_and_begins_another():
     outcome = world.run()
     assert world.calls == ["begin", "start 1", "kill", "end", "begin", "start 2", "end"]
     assert [attempt.cause for attempt in outcome.attempts] == ["node_loss", "finished"]
+
+
+def test_nobody_waits_for_the_ranks_of_a_node_that_is_lost_when_the_run_ends_with_it():
+    def lost(world):
+        world.step(1)
+        world.queue.append(Happening("gone", 0, None))
+
+    world = World(cpu_plan(max_node_losses=0), {1: lost}, clears=False)
+    assert world.run().status == "failed"
+    assert world.now < 1001
 
 
 def test_ranks_elsewhere_than_placed_are_not_trained_with():

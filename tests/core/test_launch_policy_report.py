@@ -86,7 +86,7 @@ LIMITS = Limits(start_seconds=100, step_seconds=10)
 
 
 def running(number: int = 3) -> Generation:
-    generation = Generation(1, ranks(number), started=0.0)
+    generation = Generation(1, ranks(number), started=0.0, way=Timings(0.0))
     generation.note_event(0, {"kind": "step", "step": 5, "time": 50.0})
     return generation
 
@@ -127,7 +127,7 @@ def test_one_silent_rank_is_enough_though_others_beat():
 
 
 def test_until_the_first_step_the_longer_limit_holds_for_all_together():
-    generation = Generation(1, ranks(2), started=0.0)
+    generation = Generation(1, ranks(2), started=0.0, way=Timings(0.0))
     generation.note_beats({0: ("building", 0, 60.0, False), 1: ("building", 0, 61.0, False)}, 99.0)
     assert generation.overdue(99.0, LIMITS) is None
     assert "start_timeout_seconds=100" in generation.overdue(101.0, LIMITS).message
@@ -140,16 +140,28 @@ def test_ranks_that_are_done_are_not_waited_for():
     assert generation.overdue(170.0, LIMITS) is None
 
 
-def test_consequences_wait_half_a_second_for_their_cause():
-    generation = running()
+def lost_its_peer(generation: Generation, rank: int) -> None:
     generation.note_event(
-        0, {"kind": "error", "class": "crash", "message": GLOO, "time": 60.0, "phase": "stepping", "step": 6}
+        rank, {"kind": "error", "class": "crash", "message": GLOO, "time": 60.0, "phase": "stepping", "step": 6}
     )
+
+
+def test_consequences_wait_a_moment_for_their_cause():
+    generation = running()
+    lost_its_peer(generation, 0)
     assert not generation.judgeable(60.1)
-    assert generation.judgeable(60.6)
+    assert generation.judgeable(62.1)
     generation.note_exit({"rank": 2, "code": -9, "time": 60.2, "phase": "stepping", "step": 6})
     assert generation.judgeable(60.2)
     assert generation.failed_step == 6
+
+
+def test_consequences_on_all_ranks_wait_for_nobody():
+    generation = running(2)
+    lost_its_peer(generation, 0)
+    assert not generation.judgeable(60.1)
+    lost_its_peer(generation, 1)
+    assert generation.judgeable(60.1)
 
 
 def test_a_beat_is_read_back_from_shared_memory(tmp_path):
@@ -173,15 +185,15 @@ def test_the_request_to_stop_reaches_ranks_and_is_taken_back(tmp_path):
 
 
 def test_the_parts_of_the_start_add_up_to_the_first_step():
-    timings = Timings(command_started=100.0)
+    timings = Timings(100.0)
     timings.mark("imports", 101.0)
     timings.mark("ray", 103.0)
     timings.mark("workers", 106.0)
     for phase, moment in (("rendezvous", 106.2), ("building", 107.0), ("loading", 107.5), ("stepping", 108.0)):
-        timings.note(1, 0, {"kind": "phase", "phase": phase, "time": moment})
-    timings.note(1, 1, {"kind": "phase", "phase": "stepping", "time": 999.0})
+        timings.note(0, {"kind": "phase", "phase": phase, "time": moment})
+    timings.note(1, {"kind": "phase", "phase": "stepping", "time": 999.0})
     assert timings.splits() == ()
-    timings.note(1, 0, {"kind": "step", "step": 1, "time": 110.0})
-    timings.note(1, 0, {"kind": "step", "step": 2, "time": 111.0})
+    timings.note(0, {"kind": "step", "step": 1, "time": 110.0})
+    timings.note(0, {"kind": "step", "step": 2, "time": 111.0})
     assert dict(timings.splits())["process group"] == pytest.approx(0.8)
     assert sum(seconds for _, seconds in timings.splits()) == pytest.approx(10.0)

@@ -6,6 +6,7 @@ be killed, stopped, blocked, slowed down and kept from writing. What happened is
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -14,10 +15,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.checkpoint.folder import newest_complete
+import pytest
+
 from tests.launch.conftest import processes_with
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,14 +41,16 @@ def wait_until(condition: Callable[[], Any], what: str) -> Any:
 class Nodes:
     """A head without slots, and nodes of `slots` CPU slots and `gpus` pretended GPUs each."""
 
-    def __init__(self, nodes: int, slots: int = 1, gpus: int = 0, step_seconds: float = 0.1) -> None:
+    def __init__(self, nodes: int, slots: int = 1, gpus: int = 0, **engine: str) -> None:
+        """`engine` are `SOAK_*` settings of `soak_engine.py`, in small letters and without the prefix."""
         from ray.cluster_utils import Cluster
 
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
         os.environ[MARK] = self.mark
         # A Ray process that gives itself a title writes over its environment, and the mark with it.
         os.environ["SPT_NOENV"] = "1"
-        os.environ["SOAK_STEP_SECONDS"] = str(step_seconds)
+        self._settings = {f"SOAK_{name.upper()}": value for name, value in {"step_seconds": "0.1", **engine}.items()}
+        os.environ.update(self._settings)
         self._small = {"object_store_memory": 80 * 2**20}
         head = {"include_dashboard": False, "no_monitor": True, "include_log_monitor": False, "num_cpus": 0}
         # On a machine that is busy with other things a node may answer late; it is not dead for that.
@@ -80,7 +85,7 @@ class Nodes:
     def close(self) -> list[str]:
         """End the cluster; what of it or of its commands lives on after a while."""
         self._cluster.shutdown()
-        for name in (MARK, "SPT_NOENV", "SOAK_STEP_SECONDS"):
+        for name in (MARK, "SPT_NOENV", *self._settings):
             os.environ.pop(name, None)
         deadline = time.monotonic() + 30
         while (left := processes_with(f"{MARK}={self.mark}")) and time.monotonic() < deadline:
@@ -193,10 +198,22 @@ class Command:
         identity: dict[str, Any] = found() or self.wait(found, f"attempt {attempt} is ready")
         return identity
 
-    def newest(self) -> int:
-        """Step of the newest complete checkpoint; 0: none."""
-        found = newest_complete(self.run / "checkpoints")
-        return 0 if found is None else found.step
+    def found(self, attempt: int) -> int:
+        """Step of the newest complete checkpoint when an attempt began; 0: there was none."""
+        return int((self.run / "found" / str(attempt)).read_text(encoding="utf-8"))
+
+    def report(self) -> str:
+        """How long the start took, and after each failure the way back to the next first step, in parts (seconds)."""
+        summary = self.summary()
+        attempts = summary["attempts"]
+        rows = [("the start", summary["start_seconds"])]
+        for before, after in itertools.pairwise(attempts):
+            rows.append((f"{before['cause']} at step {before['last_step']}", after["recovery_parts"]))
+        lines = []
+        for what, parts in rows:
+            text = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items())
+            lines.append(f"{what:24} {sum(parts.values()):6.2f} s to the first step: {text}")
+        return "\n".join(lines)
 
     # -- what is done to it ---------------------------------------------------------------------------------------
 
@@ -212,14 +229,23 @@ class Command:
         half.write_text(text, encoding="utf-8")
         return half.rename(folder / what)
 
+    def hold(self) -> None:
+        """Let the ranks begin no step but the next few, until `release`."""
+        last = max((record["step"] for record in self.records()), default=0)
+        self.press("hold", str(last + 3))
+
+    def release(self) -> None:
+        """Let the ranks go on."""
+        (self.run / "faults" / "hold").unlink()
+
     def limit_writing(self, rank: int, size_bytes: int, *, attempt: int) -> None:
         """Let a rank write no file larger than this, as on a full disk; -1: as large as it likes."""
         pid = self.place(rank, attempt=attempt)["pid"]
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
 
 
-def undisturbed(folder: Path, *, steps: int, ranks: int = 2) -> list[dict[str, Any]]:
-    """The record of the same training without Ray and without faults."""
+def undisturbed(folder: Path, *, steps: int, ranks: int = 2, left_out: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+    """The record of the same training without Ray and without faults; the updates of steps in `left_out` are."""
     from orchestrator import load_config, make_plan
     from orchestrator.tracking.metrics_log import read_records
     from tests.engine.cases import tasks_of
@@ -227,5 +253,7 @@ def undisturbed(folder: Path, *, steps: int, ranks: int = 2) -> list[dict[str, A
 
     sizes = Command.settings(ranks=ranks, steps=steps, cache=folder / "cache")
     plan = make_plan(load_config([*sizes, f"run.directory={folder}", f"tracking.uri=sqlite:///{folder / 'x.db'}"]))
-    live(tasks_of(plan, folder / "alone"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(MARK, raising=False)  # what starts ranks for tests lives on, and is nothing of the cluster's
+        live([replace(task, left_out=left_out) for task in tasks_of(plan, folder / "alone")])
     return list(read_records(folder / "alone" / "metrics.jsonl"))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.checkpoint.folder import newest_complete
 from orchestrator.tracking.attempts import executed_steps
 
 pytestmark = pytest.mark.ray
@@ -100,10 +101,11 @@ def unbroken(folder: Path) -> tuple[Command, str]:
 
 @pytest.fixture(scope="module")
 def broken(folder: Path) -> tuple[Command, list[tuple[int, str, str]]]:
-    """Rank 1 killed, then Ctrl-C, then the same command again."""
+    """Rank 1 killed once a checkpoint is complete, then Ctrl-C, then the same command again."""
     command = Command(folder, "broken")
     process = command.start()
     command.wait_for_step(process, EVERY + 10)
+    wait_until(lambda: newest_complete(command.run / "checkpoints") is not None)
     table = json.loads((command.run / "placement.json").read_text(encoding="utf-8"))
     os.kill(next(entry["pid"] for entry in table if entry["rank"] == 1), signal.SIGKILL)
     wait_until(lambda: any(record["attempt"] == 2 and record["step"] > EVERY + 20 for record in command.records()))
@@ -142,9 +144,12 @@ def test_a_killed_rank_and_a_stop_cost_only_steps_since_the_last_checkpoint(
     assert "the same command continues it" in said
     attempts = command.summary()["attempts"]
     assert [attempt["cause"] for attempt in attempts] == ["crash", "stopped", "finished"]
-    assert (attempts[1]["first_step"] - 1) % EVERY == 0
+    resumed = attempts[1]["resumed_step"]
+    assert resumed >= EVERY
+    assert resumed % EVERY == 0
+    assert attempts[1]["first_step"] == resumed + 1
     assert attempts[2]["first_step"] == attempts[1]["last_step"] + 1
-    assert executed_steps(attempts) <= STEPS + EVERY
+    assert executed_steps(attempts) == STEPS + attempts[0]["last_step"] - resumed
 
 
 def test_the_loss_of_every_step_is_that_of_the_unbroken_run_bit_for_bit(

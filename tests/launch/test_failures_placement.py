@@ -120,9 +120,12 @@ def test_a_killed_rank_and_a_preempted_node_cost_time_and_nothing_else(
         hurt.start()
         hurt.wait_for_steps(13, attempt=1)
         hurt.signal(1, signal.SIGKILL, attempt=1)
-        hurt.wait_for_steps(5, attempt=2)
+        hurt.wait_for_steps(3, attempt=2)
+        hurt.hold()  # the notice is seen within seconds, and the run shall not be over by then
         leaving = hurt.place(1, attempt=2)["node_id"]
         nodes.drain(leaving, seconds=60)
+        hurt.wait(lambda: len(hurt.events("restart")) == 2, "the ranks have saved for the move")
+        hurt.release()
         code, said = hurt.ended()
         left = nodes.ranks_running()
     finally:
@@ -131,11 +134,13 @@ def test_a_killed_rank_and_a_preempted_node_cost_time_and_nothing_else(
     assert left == []
     first, second, third = hurt.summary()["attempts"]
     assert [first["cause"], second["cause"], third["cause"]] == ["crash", "preemption", "finished"]
-    assert second["resumed_step"] == 10
+    assert second["resumed_step"] == hurt.found(2) >= 10
     assert third["resumed_step"] == second["last_step"], "the ranks save before they move"
     assert hurt.place(1, attempt=3)["node_id"] != leaving
-    assert second["recovery_seconds"] is not None
-    assert third["recovery_seconds"] is not None
+    in_place = ["noticed", "killed", "engine imports", "process group", "model", "data and checkpoint", "first step"]
+    assert list(second["recovery_parts"]) == in_place
+    assert {*in_place, "nodes", "workers", "warm-up"} == third["recovery_parts"].keys()
+    assert second["recovery_seconds"] == sum(second["recovery_parts"].values())
     assert [record["step"] for record in hurt.records()] == list(range(1, 31))
     alone = undisturbed(tmp_path, steps=30)
     assert [record["loss"] for record in hurt.records()] == [record["loss"] for record in alone]

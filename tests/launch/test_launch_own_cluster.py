@@ -73,7 +73,7 @@ def test_ctrl_c_in_a_terminal_lets_ranks_save_and_leaves_a_clean_console_and_no_
     assert outcome["status"] == "stopped"
     assert outcome["problems"] == []
     assert outcome["last_step"] >= 3
-    assert [name for name, _ in outcome["timings"]][:4] == ["imports", "ray", "workers", "warm-up"]
+    assert [name for name, _ in outcome["timings"]][:5] == ["imports", "ray", "nodes", "workers", "warm-up"]
     assert sum(seconds for _, seconds in outcome["timings"]) == pytest.approx(outcome["seconds_to_first_step"])
     assert command.process.stderr is not None
     assert command.process.stderr.read() == ""

@@ -34,7 +34,7 @@ def test_four_ranks_on_two_nodes_run_to_their_end(start, monkeypatch):
     assert [entry.tensor for entry in placed] == [0, 1, 0, 1]
     (ready,) = told.of("ready")
     assert [rank["node_id"] for rank in ready["ranks"]] == [entry.node_id for entry in placed]
-    assert [name for name, _ in told.outcome.timings][:3] == ["imports", "ray", "workers"]
+    assert [name for name, _ in told.outcome.timings][:4] == ["imports", "ray", "nodes", "workers"]
 
 
 @pytest.mark.slow
@@ -54,8 +54,7 @@ def troubled(two_nodes, tmp_path_factory):
     def interfere(event):
         if event["kind"] == "ready":
             pids[:] = [rank["pid"] for rank in event["ranks"]]
-        elif event["kind"] == "step" and event["attempt"] == 3 and event["step"] >= 10 and "supervisor" not in done:
-            done.add("supervisor")
+        elif event["kind"] == "step" and event["attempt"] == 3 and event["step"] == 9:
             keeper = psutil.Process(pids[0]).parent()
             keeper.parent().parent().kill()  # keeper, warm process, supervisor
         elif event["kind"] == "step" and event["attempt"] == 4 and "ctrl-c" not in done:
@@ -69,7 +68,7 @@ def troubled(two_nodes, tmp_path_factory):
         folder,
         plan,
         interfere,
-        {"STEPS": 100_000, "STEP_SECONDS": 0.02, "ACT_1": "die:3:2", "ACT_2": "freeze:1:5"},
+        {"STEPS": 100_000, "STEP_SECONDS": 0.02, "ACT_1": "die:3:2", "ACT_2": "freeze:1:5", "ACT_3": "hang:0:10"},
     )
 
 
@@ -96,8 +95,7 @@ def test_a_hang_is_named_with_rank_phase_and_step_and_mended_in_place(troubled):
 def test_a_lost_supervisor_means_a_new_attempt_on_nodes_chosen_anew(troubled):
     assert [restart["what"] for restart in troubled.of("restart")] == ["ranks", "ranks", "attempt"]
     third, fourth = troubled.outcome.attempts[2:]
-    assert third.cause == "node_loss"
-    assert third.last_step < fourth.first_step <= third.last_step + 2
+    assert (third.cause, third.last_step, fourth.first_step) == ("node_loss", 9, 10)
 
 
 def test_one_ctrl_c_saves_at_the_next_step_and_stops(troubled):
@@ -109,11 +107,8 @@ def test_one_ctrl_c_saves_at_the_next_step_and_stops(troubled):
     assert {result["steps"] for result in troubled.outcome.rank_results.values()} == {last.last_step}
 
 
-def test_no_step_is_done_twice_over_all_attempts(troubled):
-    steps = steps_of(troubled)
-    assert steps == sorted(set(steps))
-    # The toy saves a step before it reports it, so each end of an attempt may leave one unreported.
-    assert steps[-1] - len(steps) <= 3
+def test_no_step_is_done_twice_or_left_out_over_all_attempts(troubled):
+    assert steps_of(troubled) == list(range(1, troubled.outcome.attempts[-1].last_step + 1))
 
 
 def test_a_users_error_ends_the_run_at_once_and_is_one_message(start):

@@ -56,7 +56,10 @@ def end(run: RunDirectory, status: str = "finished", attempts: int = 1, **more: 
         {
             "status": status,
             "steps": 3,
-            "attempts": [{"cause": cause, "first_step": 1, "last_step": 3} for cause in causes],
+            "attempts": [
+                {"cause": cause, "first_step": 1, "last_step": 3, "recovery_seconds": 2.25 * number or None}
+                for number, cause in enumerate(causes)
+            ],
             "predicted": {"step_seconds": 0.4, "peak_bytes": None},
             "measured": {"step_seconds": 0.5, "peak_bytes": 1000},
             "mlflow_run_id": None,

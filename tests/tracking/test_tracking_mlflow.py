@@ -60,6 +60,17 @@ def test_the_run_ends_as_it_ended(tmp_path: Path, uri: str, status: str, shown: 
     assert only_run(uri).data.tags["orchestrator.causes"] == f"crash, {status}"
 
 
+def test_why_attempts_ended_and_how_long_each_way_back_took_is_in_the_record(tmp_path: Path, uri: str) -> None:
+    run = new_run(tmp_path)
+    record(run, [1])
+    end(run, attempts=3)
+    forward(run, uri, ending=True)
+    tags = only_run(uri).data.tags
+    assert tags["orchestrator.causes"] == "crash, crash, finished"
+    assert tags["orchestrator.restarts"] == "2"
+    assert tags["orchestrator.recovery_seconds"] == "2.2, 4.5"
+
+
 def test_steps_executed_again_after_a_restart_are_recorded_once(tmp_path: Path, uri: str) -> None:
     run = new_run(tmp_path)
     forwarding = Forwarding(run.path, uri)
