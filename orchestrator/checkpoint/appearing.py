@@ -1,12 +1,15 @@
-"""A folder that is there whole or not at all: written under another name, synced, and renamed at the end. No torch.
+"""A folder that is there whole or not at all. No torch.
 
-Its writer holds a lock on it for as long as it lives; what a killed writer has left is known by that and removed by the
-next one for the same target.
+On a file system it is written under another name, synced, and renamed at the end. Its writer holds a lock on it for as
+long as it lives; what a killed writer has left is known by that and removed by the next one for the same target. In an
+object store nothing can be renamed: a writer claims an empty prefix by a file of its own, and the last file that it
+writes is the one that makes a folder of the kind.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 import uuid
@@ -15,9 +18,70 @@ from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
 
-from orchestrator.checkpoint.storage import LocalFolder
+from orchestrator.checkpoint.storage import Folder, LocalFolder, StorageError
+
+_LOG = logging.getLogger(__name__)
 
 TEMPORARY = ".tmp-"
+
+
+@contextmanager
+def appearing_at(target: Folder) -> Iterator[Folder]:
+    """A folder to write into, by whatever way its storage knows of appearing whole; it goes if the block raises.
+
+    Raises FileExistsError when the target is there or somebody else writes it, OSError when it cannot be written.
+    """
+    if isinstance(target, LocalFolder):
+        with appearing(target.path) as temporary:
+            yield LocalFolder(temporary)
+    else:
+        with _claimed(target):
+            yield target
+
+
+@contextmanager
+def _claimed(target: Folder) -> Iterator[None]:
+    """An empty prefix of an object store for one writer: of two that begin at once, each sees the other's claim."""
+    claim = f"{TEMPORARY}{uuid.uuid4().hex[:8]}"
+    target.write_whole(claim, b"")
+    others = sorted(set(target.files()) - {claim})
+    if others:
+        target.remove_file(claim)
+        raise FileExistsError(f"{target} holds {others[0]}: somebody else writes there, or was interrupted")
+    try:
+        yield
+        target.remove_file(claim)
+    except BaseException:
+        try:
+            target.remove()
+        except OSError as error:
+            _LOG.warning("What was written below %s could not be deleted (%s).", target, error)
+        raise
+
+
+def left_of(target: Folder, last: str) -> str:
+    """What an interrupted writer of `target` has left, in a sentence.
+
+    Args:
+        target: what was to appear.
+        last: in an object store, the file that is written last.
+    """
+    if isinstance(target, LocalFolder):
+        if target.path.exists():
+            return f"{target} is there, complete."
+        left = [str(path) for path in _leftovers(target.path)]
+        if left:
+            return f"Unfinished and left: {', '.join(left)}. The same command removes it."
+        return f"Nothing is left of {target}."
+    try:
+        names = target.files()
+    except StorageError as error:
+        return f"What is left below {target} is not known ({error})."
+    if not names:
+        return f"Nothing is left of {target}."
+    if last in names:
+        return f"{target} is there, complete."
+    return f"Unfinished and left below {target}: {', '.join(sorted(names)[:3])} ... Delete them before the next try."
 
 
 @contextmanager
@@ -27,7 +91,8 @@ def appearing(target: Path) -> Iterator[Path]:
     Raises FileExistsError when the target has appeared meanwhile, OSError when it cannot be written.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(target)
+    for path in _leftovers(target):
+        shutil.rmtree(path, ignore_errors=True)
     temporary = target.parent / f"{TEMPORARY}{target.name}-{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
     lock = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
@@ -42,12 +107,14 @@ def appearing(target: Path) -> Iterator[Path]:
         temporary.rename(target)
         LocalFolder(target.parent).sync()
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        os.close(lock)
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+        finally:
+            os.close(lock)
 
 
-def _remove_leftovers(target: Path) -> None:
-    """Delete what killed writers of this target have left."""
+def _leftovers(target: Path) -> Iterator[Path]:
+    """Folders that killed writers of this target have left, each locked until the next is asked for."""
     for path in target.parent.glob(f"{TEMPORARY}{escape(target.name)}-????????"):
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -55,7 +122,7 @@ def _remove_leftovers(target: Path) -> None:
             continue
         try:
             if _take_lock(lock):
-                shutil.rmtree(path, ignore_errors=True)
+                yield path
         finally:
             os.close(lock)
 

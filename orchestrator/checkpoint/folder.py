@@ -65,15 +65,7 @@ def committed_folders(directory: Location) -> list[tuple[int, Folder]]:
     parent = open_folder(directory)
     named = sorted((step, parent.child(name)) for name in parent.folders() if (step := step_of(name)) is not None)
     # In an object store the name is there from the first byte on, the manifest from the commit on.
-    return [(step, folder) for step, folder in named if folder.renames or _has(folder, MANIFEST_NAME)]
-
-
-def _has(folder: Folder, name: str) -> bool:
-    try:
-        folder.size_bytes(name)
-    except FileNotFoundError:
-        return False
-    return True
+    return [(step, folder) for step, folder in named if folder.renames or folder.has(MANIFEST_NAME)]
 
 
 def faults_of_folder(location: Location, *, read_bytes: bool = False) -> list[str]:
@@ -161,8 +153,8 @@ def leftovers(directory: Location) -> list[Leftover]:
 
 def _object_leftovers(folder: Folder) -> list[Leftover]:
     """Of one step in an object store: all of it without a manifest, or what its manifest does not name."""
-    if not _has(folder, MANIFEST_NAME):
-        kind = next((prefix for prefix in (BROKEN, DELETED) if _has(folder, f"{prefix}{MANIFEST_NAME}")), TEMPORARY)
+    if not folder.has(MANIFEST_NAME):
+        kind = next((prefix for prefix in (BROKEN, DELETED) if folder.has(f"{prefix}{MANIFEST_NAME}")), TEMPORARY)
         return [Leftover(folder, _MEANINGS[kind])]
     try:
         named = {record.path.partition("/")[0] for record in read_manifest(folder).files}
@@ -213,7 +205,7 @@ def commit(draft: Draft, manifest: Manifest) -> Folder:
     text = manifest.to_json().encode()
     folder = draft.folder
     if not isinstance(folder, LocalFolder):
-        if _has(folder, MANIFEST_NAME) and not faults_of_folder(folder):
+        if folder.has(MANIFEST_NAME) and not faults_of_folder(folder):
             abandon(draft)
         else:
             folder.write_whole(MANIFEST_NAME, text)
@@ -235,7 +227,7 @@ def _remove_others(folder: Folder, own: str) -> None:
         for name in folder.folders():
             if name != own:
                 folder.child(name).remove()
-        if _has(folder, f"{BROKEN}{MANIFEST_NAME}"):
+        if folder.has(f"{BROKEN}{MANIFEST_NAME}"):
             folder.remove_file(f"{BROKEN}{MANIFEST_NAME}")
     except OSError as error:
         _LOG.warning("Left-overs in %s could not be deleted (%s).", folder, error)

@@ -1,8 +1,9 @@
 """A checkpoint of any plan as a Hugging Face folder: safetensors, `config.json`, `generation_config.json`, tokenizer.
 
-Streams tensor by tensor: no more than one tensor and a block are held. The folder gets its name in one rename when all
-of it is written and synced. Refuses an existing target, a model that no Hugging Face class computes, and values beyond
-the type asked for. Reading such folders: `huggingface_folder.py`; the tokenizer: `huggingface_tokenizer.py`.
+Streams tensor by tensor: no more than one tensor and a block are held. The folder appears whole (`appearing.py`); in an
+object store `config.json`, without which it is no model, is written last. Refuses an existing target, a model that no
+Hugging Face class computes, and values beyond the type asked for. Reading such folders: `huggingface_folder.py`; the
+tokenizer: `huggingface_tokenizer.py`.
 """
 
 from __future__ import annotations
@@ -12,20 +13,21 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from models.huggingface import ForeignWeight
 from models.registry import family
-from orchestrator.checkpoint.appearing import appearing
-from orchestrator.checkpoint.folder import Checkpoint
+from orchestrator.checkpoint.appearing import appearing_at
+from orchestrator.checkpoint.folder import Checkpoint, Location
 from orchestrator.checkpoint.huggingface_folder import INDEX_NAME, WEIGHTS_NAME, refusals_of_target
 from orchestrator.checkpoint.huggingface_tokenizer import TokenizerFiles
 from orchestrator.checkpoint.safetensors_file import BLOCK_BYTES, ITEM_BYTES, header_bytes
+from orchestrator.checkpoint.storage import Folder, LocalFolder, Sink, open_folder
 from orchestrator.checkpoint.tensors import CheckpointTensors
 from orchestrator.config.model_folder import CONFIG_NAME
 from orchestrator.config.schema.model import ModelConfig
@@ -42,7 +44,8 @@ _CONFIG_WORDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "
 class Exported:
     """What an export wrote."""
 
-    path: Path
+    path: str
+    """Path or URL."""
     files: tuple[str, ...]
     size_bytes: int
     """Of the weights."""
@@ -67,7 +70,7 @@ class Entry:
 
 def export(
     checkpoint: Checkpoint,
-    target: Path,
+    target: Location,
     *,
     tokenizer: TokenizerFiles,
     dtype: torch.dtype | None = None,
@@ -78,7 +81,7 @@ def export(
 
     Args:
         checkpoint: complete and verified.
-        target: a folder that does not exist yet.
+        target: a folder that does not exist yet, path or URL.
         tokenizer: what goes beside the weights.
         dtype: type of every tensor; None: as saved.
         max_shard_bytes: most bytes of one safetensors file; a larger tensor has a file of its own.
@@ -93,16 +96,18 @@ def export(
     entries = _entries(model, tensors, dtype, checkpoint.path)
     config, generation = _configs(model, entries, tokenizer)
     total = sum(entry.size_bytes for entry in entries)
-    _check_room(target, total)
+    place = open_folder(target)
+    _check_room(place, total)
     try:
-        with appearing(target) as temporary:
-            _write_json(temporary / CONFIG_NAME, config)
-            _write_json(temporary / "generation_config.json", generation)
-            tokenizer.write(temporary)
-            files = _write_weights(temporary, entries, tensors, max_shard_bytes, lambda done: told(done, total))
+        with appearing_at(place) as folder:
+            files = _write_weights(folder, entries, tensors, max_shard_bytes, lambda done: told(done, total))
+            tokenizer.write(folder)
+            _write_json(folder, "generation_config.json", generation)
+            _write_json(folder, CONFIG_NAME, config)
     except (OSError, ValueError) as error:
-        raise RunError(Problem("", f"The export to {target} failed: {error}.", "")) from error
-    return Exported(target, files, total)
+        fix = getattr(error, "fix", "")
+        raise RunError(Problem("", f"The export to {place} failed: {error}.", fix)) from error
+    return Exported(str(place), files, total)
 
 
 def _model_of(checkpoint: Checkpoint) -> ModelConfig:
@@ -153,10 +158,12 @@ def _configs(
     return config, {"_from_model_config": True, **generation}
 
 
-def _check_room(target: Path, total: int) -> None:
+def _check_room(target: Folder, total: int) -> None:
     if refusals := refusals_of_target(target, ""):
         raise ConfigError(refusals)
-    parent = next(folder for folder in target.absolute().parents if folder.exists())
+    if not isinstance(target, LocalFolder):
+        return
+    parent = next(folder for folder in target.path.absolute().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ConfigError(Problem("", f"{target} cannot be made in {parent}.", "Give a folder that can be written to."))
     free = shutil.disk_usage(parent).free
@@ -166,7 +173,7 @@ def _check_room(target: Path, total: int) -> None:
 
 
 def _write_weights(
-    folder: Path,
+    folder: Folder,
     entries: tuple[Entry, ...],
     tensors: CheckpointTensors,
     max_shard_bytes: int,
@@ -177,16 +184,29 @@ def _write_weights(
     done = 0
     for number, shard in enumerate(shards, start=1):
         name = WEIGHTS_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        with (folder / name).open("wb") as stream:
-            stream.write(header_bytes({entry.name: (_WORDS[entry.dtype], entry.shape) for entry in shard}))
+        header = header_bytes({entry.name: (_WORDS[entry.dtype], entry.shape) for entry in shard})
+        with _new_file(folder, name, len(header) + sum(entry.size_bytes for entry in shard)) as sink:
+            sink.write([memoryview(header)])
             for entry in shard:
-                _write_tensor(stream, entry, tensors)
+                _write_tensor(sink, entry, tensors)
                 places[entry.name] = name
                 done += entry.size_bytes
                 told(done)
     if len(shards) > 1:
-        _write_json(folder / INDEX_NAME, {"metadata": {"total_size": done}, "weight_map": places})
+        _write_json(folder, INDEX_NAME, {"metadata": {"total_size": done}, "weight_map": places})
     return tuple(dict.fromkeys(places.values()))
+
+
+@contextmanager
+def _new_file(folder: Folder, name: str, size_bytes: int) -> Iterator[Sink]:
+    """A file that is there for good when the block ends, and not at all if it raises."""
+    sink = folder.create(name, size_bytes)
+    try:
+        yield sink
+        sink.close()
+    except BaseException:
+        sink.discard()
+        raise
 
 
 def _shards(entries: tuple[Entry, ...], max_shard_bytes: int) -> list[list[Entry]]:
@@ -202,24 +222,24 @@ def _shards(entries: tuple[Entry, ...], max_shard_bytes: int) -> list[list[Entry
     return shards
 
 
-def _write_tensor(stream: BinaryIO, entry: Entry, tensors: CheckpointTensors) -> None:
+def _write_tensor(sink: Sink, entry: Entry, tensors: CheckpointTensors) -> None:
     if not entry.weights[0].transposed:
         for weight in entry.weights:
-            _write_rows(stream, entry, tensors.read(f"model.{weight.name}"))
+            _write_rows(sink, entry, tensors.read(f"model.{weight.name}"))
         return
     # Each row of the foreign tensor has a piece of every part.
     parts = [tensors.read(f"model.{weight.name}").t() for weight in entry.weights]
     for rows in _row_blocks(entry.shape, entry.dtype):
-        _write_rows(stream, entry, torch.cat([part[rows] for part in parts], dim=1))
+        _write_rows(sink, entry, torch.cat([part[rows] for part in parts], dim=1))
 
 
-def _write_rows(stream: BinaryIO, entry: Entry, values: Tensor) -> None:
+def _write_rows(sink: Sink, entry: Entry, values: Tensor) -> None:
     for rows in _row_blocks(tuple(values.shape), values.dtype):
         block = values[rows]
         cast = block.to(entry.dtype).contiguous()
         if entry.dtype == torch.float16 and not bool((cast.isfinite() | ~block.isfinite()).all()):
             raise ValueError(f"{entry.name} has values beyond 65504, the largest of FP16 (export with --dtype bf16)")
-        stream.write(cast.view(-1).view(torch.uint8).numpy().data)
+        sink.write([cast.view(-1).view(torch.uint8).numpy().data])
 
 
 def _row_blocks(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[slice]:
@@ -228,8 +248,8 @@ def _row_blocks(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[slice]:
         yield slice(first, min(first + step, shape[0]))
 
 
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def _write_json(folder: Folder, name: str, values: Mapping[str, Any]) -> None:
+    folder.write_whole(name, (json.dumps(values, indent=2, sort_keys=True) + "\n").encode())
 
 
 assert set(_WORDS.values()) == set(ITEM_BYTES)

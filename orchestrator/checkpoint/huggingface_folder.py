@@ -1,4 +1,4 @@
-"""A Hugging Face model on disk: its `config.json`, its safetensors and how they fit a model of ours. No torch.
+"""A Hugging Face model as files: its `config.json`, its safetensors and how they fit a model of ours. No torch.
 
 `open_huggingface` finds the files, `model_problems` compares the configuration with `model.*`, `match` says where each
 of our parameters lies. Everything that stands against the weights is told at once; nothing is downloaded, converted
@@ -7,25 +7,28 @@ or guessed. Values are read in `huggingface_read.py`, other checkpoints in `read
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from pathlib import Path
+from fnmatch import fnmatch, fnmatchcase
 from typing import Any
 
 from models.huggingface import HEAD_WEIGHT, ForeignWeight
 from models.parameters import ModelSizes, attention_biases, head_features, key_value_heads
 from models.registry import family
 from models.spec import parameter_specs
+from orchestrator.checkpoint.folder import Location
 from orchestrator.checkpoint.safetensors_file import ITEM_BYTES, StoredTensor, read_header, same_values
-from orchestrator.config.model_folder import CONFIG_NAME, MANIFEST_NAME, FolderError, read_json
+from orchestrator.checkpoint.storage import Folder, LocalFolder, StorageError, open_folder
+from orchestrator.config.model_folder import CONFIG_NAME, MANIFEST_NAME, FolderError, json_object
 from orchestrator.config.schema.model import ModelConfig
+from orchestrator.config.urls import is_url
 from orchestrator.errors import Problem
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
+_WEIGHTS = ".safetensors"
+_INDEX = ".safetensors.index.json"
 _NAMES_SHOWN = 20
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
 FETCH = "fetch a model first, for example with `hf download NAME --local-dir FOLDER`"
@@ -37,8 +40,7 @@ FREE_KEYS = ("attention_dropout", "resid_pdrop", "initializer_range")
 class HuggingFaceFolder:
     """A model as files."""
 
-    path: Path
-    """The folder."""
+    folder: Folder
     config: dict[str, Any]
     """Its `config.json`."""
     tensors: dict[str, StoredTensor]
@@ -53,40 +55,66 @@ class Source:
     tensor: StoredTensor
 
 
-def is_huggingface(path: Path) -> bool:
-    """Whether a path means a Hugging Face model rather than one of our checkpoints."""
-    if path.is_file():
-        return path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
-    if not path.is_dir() or (path / MANIFEST_NAME).exists():
+def is_huggingface(place: Location) -> bool:
+    """Whether a path or URL means a Hugging Face model rather than one of our checkpoints.
+
+    Raises StorageError when an object store does not answer.
+    """
+    folder, file = _folder_and_file(place)
+    if file is not None:
+        return True
+    if folder.has(MANIFEST_NAME):
         return False
-    return (path / CONFIG_NAME).is_file() or any(path.glob("*.safetensors"))
+    return folder.has(CONFIG_NAME) or any(name.endswith(_WEIGHTS) for name in _names(folder))
 
 
-def open_huggingface(path: Path) -> HuggingFaceFolder:
+def open_huggingface(place: Location) -> HuggingFaceFolder:
     """Read the configuration and the headers of a folder, of one safetensors file or of an index in it.
 
-    Raises FolderError with everything that is missing, cut or in another format.
+    Raises:
+        FolderError: with everything that is missing, cut or in another format.
+        StorageError: an object store does not answer.
     """
-    if not path.exists():
-        raise FolderError([f"it does not exist, and nothing is downloaded: {FETCH}"])
-    folder = path if path.is_dir() else path.parent
+    folder, file = _folder_and_file(place)
+    names = _names(folder)
+    if not names:
+        raise FolderError([f"it does not exist or holds nothing, and nothing is downloaded: {FETCH}"])
     faults: list[str] = []
-    config = _json(folder / CONFIG_NAME, faults)
-    tensors = _tensors(path, folder, faults)
+    config = _json(folder, CONFIG_NAME, faults)
+    tensors = _tensors(folder, names, file, faults)
     if faults:
         raise FolderError(faults)
     return HuggingFaceFolder(folder, config, tensors)
 
 
-def refusals_of_target(target: Path, key: str) -> list[Problem]:
+def _folder_and_file(place: Location) -> tuple[Folder, str | None]:
+    """The folder that is meant, and the safetensors file or index in it where it is named itself."""
+    folder = open_folder(place)
+    if folder.name.endswith((_WEIGHTS, _INDEX)) and folder.parent().has(folder.name):
+        return folder.parent(), folder.name
+    return folder, None
+
+
+def _names(folder: Folder) -> list[str]:
+    """Names of the files in a folder, without those in folders of it."""
+    return sorted(name for name in folder.files() if "/" not in name)
+
+
+def refusals_of_target(target: Folder, key: str) -> list[Problem]:
     """Why an import or an export cannot be written there; nothing is ever written over."""
-    if re.match(r"\w+:/", str(target)):
-        fix = "Give a folder, and copy it there when it is complete."
-        return [Problem(key, f"{target} is in an object store, and this writes to a file system.", fix)]
-    if target.exists() or target.is_symlink():
+    if isinstance(target, LocalFolder):
+        if not target.path.exists() and not target.path.is_symlink():
+            return []
         fix = "Give a folder that does not exist yet."
         return [Problem(key, f"{target} exists, and nothing is written over.", fix)]
-    return []
+    try:
+        names = sorted(target.files())
+    except StorageError as error:
+        return [Problem(key, f"{error.message}.", error.fix)]
+    if not names:
+        return []
+    fix = "Give a prefix under which nothing lies yet."
+    return [Problem(key, f"{target} holds {_shown(names, 3)}, and nothing is written over.", fix)]
 
 
 def model_problems(what: str, place: str, stored: ModelConfig, asked: ModelConfig) -> list[Problem]:
@@ -98,11 +126,12 @@ def model_problems(what: str, place: str, stored: ModelConfig, asked: ModelConfi
         stored: the model of its `config.json`.
         asked: `model.*` of the run.
     """
+    every = "" if is_url(place) else f"; `model={place}` takes every size from there"
     return [
         Problem(
             f"model.{name}",
             f"{what} has {name}={as_word(theirs)}, model.{name}={as_word(ours)} is asked for: its weights do not fit.",
-            f"Set model.{name}={as_word(theirs)}; `model={place}` takes every size from there.",
+            f"Set model.{name}={as_word(theirs)}{every}.",
         )
         for name, (theirs, ours) in _differences(stored, asked).items()
     ]
@@ -197,60 +226,66 @@ def _tie_faults(sizes: ModelSizes, tensors: Mapping[str, StoredTensor], sources:
     ]
 
 
-def _tensors(path: Path, folder: Path, faults: list[str]) -> dict[str, StoredTensor]:
-    if path.is_file() and path.suffix == ".safetensors":
-        return _headers([path], faults)
-    index = path if path.is_file() else folder / INDEX_NAME
-    single = sorted(folder.glob("*.safetensors"))
-    if not path.is_file() and (folder / WEIGHTS_NAME).is_file():
-        return _headers([folder / WEIGHTS_NAME], faults)
-    if index.is_file():
-        return _indexed(index, folder, faults)
+def _tensors(folder: Folder, names: Collection[str], asked: str | None, faults: list[str]) -> dict[str, StoredTensor]:
+    """Of the file or index that was asked for, or of what a folder holds."""
+    if asked is not None:
+        return _headers(folder, [asked], faults) if asked.endswith(_WEIGHTS) else _indexed(folder, asked, faults)
+    if WEIGHTS_NAME in names:
+        return _headers(folder, [WEIGHTS_NAME], faults)
+    if INDEX_NAME in names:
+        return _indexed(folder, INDEX_NAME, faults)
+    single = [name for name in names if name.endswith(_WEIGHTS)]
     if len(single) == 1:
-        return _headers(single, faults)
+        return _headers(folder, single, faults)
     if single:
         faults.append(f"{len(single)} safetensors files and no {INDEX_NAME} that says which belong to the model")
     else:
-        others = sorted(file.name for pattern in _OTHER_FORMATS for file in folder.glob(pattern))
+        others = sorted(name for name in names if any(fnmatch(name, pattern) for pattern in _OTHER_FORMATS))
         found = f" (there is {', '.join(others[:3])}: save it again as safetensors)" if others else ""
         faults.append(f"neither {WEIGHTS_NAME} nor {INDEX_NAME} is there{found}")
     return {}
 
 
-def _indexed(index: Path, folder: Path, faults: list[str]) -> dict[str, StoredTensor]:
-    places = _json(index, faults).get("weight_map")
+def _indexed(folder: Folder, index: str, faults: list[str]) -> dict[str, StoredTensor]:
+    places = _json(folder, index, faults).get("weight_map")
     if not isinstance(places, dict):
-        faults.append(f"{index.name} has no weight_map")
+        faults.append(f"{index} has no weight_map")
         return {}
-    found = _headers([folder / name for name in sorted(set(map(str, places.values())))], faults)
+    found = _headers(folder, sorted(set(map(str, places.values()))), faults)
     here = {name: tensor for name, tensor in found.items() if name in places}
-    wrong = sorted(name for name, file in places.items() if name not in here or here[name].path != folder / str(file))
+    wrong = sorted(name for name, file in places.items() if name not in here or here[name].file != str(file))
     if wrong and not faults:
-        faults.append(f"{len(wrong)} tensors are not in the file that {index.name} names: {_shown(wrong)}")
+        faults.append(f"{len(wrong)} tensors are not in the file that {index} names: {_shown(wrong)}")
     unlisted = sorted(set(found) - set(places))
     if unlisted:
-        faults.append(f"{len(unlisted)} tensors are in files of {index.name} but not in it: {_shown(unlisted)}")
+        faults.append(f"{len(unlisted)} tensors are in files of {index} but not in it: {_shown(unlisted)}")
     return here
 
 
-def _headers(files: list[Path], faults: list[str]) -> dict[str, StoredTensor]:
+def _headers(folder: Folder, files: list[str], faults: list[str]) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         try:
-            tensors |= read_header(file)
+            tensors |= read_header(folder, file)
         except ValueError as error:
-            faults.append(f"{file.name}: {error}")
+            faults.append(f"{file}: {error}")
     return tensors
 
 
-def _json(path: Path, faults: list[str]) -> dict[str, Any]:
+def _json(folder: Folder, name: str, faults: list[str]) -> dict[str, Any]:
     try:
-        return read_json(path)
+        return json_object(name, folder.read(name))
+    except FileNotFoundError:
+        faults.append(f"{name} is missing")
     except FolderError as error:
         faults += error.faults
-        return {}
+    except StorageError:
+        raise
+    except OSError as error:
+        faults.append(f"{name} cannot be read ({error})")
+    return {}
 
 
-def _shown(names: list[str]) -> str:
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+def _shown(names: list[str], most: int = _NAMES_SHOWN) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -5,9 +5,13 @@ Headers are read, values only where a tied head must equal the embedding; everyt
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from orchestrator.checkpoint.huggingface_folder import match, model_problems, open_huggingface
+from orchestrator.checkpoint.storage import Folder, LocalFolder
 from orchestrator.config.model_folder import FolderError, read_sizes
 from orchestrator.config.schema import RunConfig
 from orchestrator.data.tokenizers import BYTES, Tokenizer, open_tokenizer
@@ -24,8 +28,11 @@ _PROBE = (
 seldom holds and `bytes` does not know."""
 
 
-def problems_of_weights(config: RunConfig, path: Path) -> list[Problem]:
-    """Every reason against starting `config` from the Hugging Face model at `path`."""
+def problems_of_weights(config: RunConfig, path: str) -> list[Problem]:
+    """Every reason against starting `config` from the Hugging Face model at a path or URL.
+
+    Raises StorageError when an object store does not answer.
+    """
     try:
         folder = open_huggingface(path)
     except FolderError as error:
@@ -39,34 +46,38 @@ def problems_of_weights(config: RunConfig, path: Path) -> list[Problem]:
             "loaded."
         )
         return [Problem(KEY, f"{path}: {fault}.", fix) for fault in error.faults]
-    problems = model_problems(f"{KEY}={path}", str(path), stored, config.model)
+    problems = model_problems(f"{KEY}={path}", path, stored, config.model)
     try:
         match(folder, stored)
     except FolderError as error:
         fix = "The tensors must be those of the model that config.json describes: get the files again, or mend it."
         problems += [Problem(KEY, f"{path}: {fault}.", fix) for fault in error.faults]
-    return [*problems, *_tokenizer_problems(config, folder.path)]
+    return [*problems, *_tokenizer_problems(config, folder.folder)]
 
 
-def _tokenizer_problems(config: RunConfig, folder: Path) -> list[Problem]:
+def _tokenizer_problems(config: RunConfig, folder: Folder) -> list[Problem]:
     """Text must be cut into the ids that the weights were trained on."""
     asked = config.data.tokenizer
-    there = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    there = [name for name in TOKENIZER_FILES if folder.has(name)]
     if config.data.source == "synthetic" or not there:
         return []
     try:
         ours = open_tokenizer(asked)
     except ConfigError:
         return []  # told by the check of the data
-    try:
-        theirs = open_tokenizer(str(folder))
-    except ConfigError:
-        differ = asked == BYTES
-    else:
-        differ = _ids(ours) != _ids(theirs)
+    with _on_disk(folder) as place:
+        try:
+            theirs = open_tokenizer(str(place))
+        except ConfigError:
+            differ = asked == BYTES
+        else:
+            differ = _ids(ours) != _ids(theirs)
     if not differ:
         return []
-    fix = f"Set data.tokenizer={folder}" + ("." if "tokenizer.json" in there else ", once it has a tokenizer.json.")
+    if not isinstance(folder, LocalFolder):
+        fix = "Copy its tokenizer.json and tokenizer_config.json into a folder and set data.tokenizer to that."
+    else:
+        fix = f"Set data.tokenizer={folder}" + ("." if "tokenizer.json" in there else ", once it has a tokenizer.json.")
     return [
         Problem(
             "data.tokenizer",
@@ -75,6 +86,19 @@ def _tokenizer_problems(config: RunConfig, folder: Path) -> list[Problem]:
             fix,
         )
     ]
+
+
+@contextmanager
+def _on_disk(folder: Folder) -> Iterator[Path]:
+    """Where the tokenizers library finds the tokenizer of a folder, for the time of the block."""
+    if isinstance(folder, LocalFolder):
+        yield folder.path
+        return
+    with TemporaryDirectory() as place:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            if folder.has(name):
+                (Path(place) / name).write_bytes(folder.read(name))
+        yield Path(place)
 
 
 def _ids(tokenizer: Tokenizer) -> list[int]:

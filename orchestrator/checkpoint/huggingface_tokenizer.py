@@ -7,11 +7,12 @@ No torch; nothing is guessed: where there is no tokenizer, none is written and `
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from orchestrator.checkpoint.folder import Location
+from orchestrator.checkpoint.storage import open_folder
 from orchestrator.data.tokenizers import BYTES, ByteTokenizer, open_tokenizer, tokenizer_path
 from orchestrator.errors import ConfigError, Problem
 
@@ -45,12 +46,13 @@ class TokenizerFiles:
     copied: tuple[Path, ...] = ()
     """Files to copy as they are."""
 
-    def write(self, folder: Path) -> None:
+    def write(self, place: Location) -> None:
         """Put the files into a folder. Raises OSError."""
+        folder = open_folder(place)
         for path in self.copied:
-            shutil.copyfile(path, folder / path.name)
+            folder.write_whole(path.name, path.read_bytes())
         for name, values in self.made.items():
-            (folder / name).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            folder.write_whole(name, (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def tokenizer_files(name: str, *, key: str = "--tokenizer") -> TokenizerFiles:

@@ -31,7 +31,9 @@ _patience: ContextVar[float] = ContextVar("patience", default=PATIENCE_SECONDS)
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 5.0
 _PART_BYTES = 32 << 20
-"""Of an upload and of reading ahead; a file of 10,000 parts, the most that S3 takes, has 312 GiB."""
+"""Of an upload, and the most that is read ahead; a file of 10,000 parts, the most that S3 takes, has 312 GiB."""
+_FIRST_AHEAD_BYTES = 256 << 10
+"""Read ahead at a new place; twice as much each time that the reader goes on from there."""
 
 
 class BusyError(StorageError):
@@ -48,7 +50,10 @@ def missing_package(scheme: str) -> tuple[str, str] | None:
 
 @contextmanager
 def hurried(seconds: float) -> Iterator[None]:
-    """Within the block nothing is tried again for longer than this: for a look before anything starts."""
+    """Within the block nothing is tried again for longer than this: for a look before anything starts.
+
+    An inner block counts instead of the outer one.
+    """
     token = _patience.set(seconds)
     try:
         yield
@@ -209,7 +214,7 @@ class ObjectFolder(Folder):
 
 
 class _Reading:
-    """A file of an object store as a stream, read ahead in large parts."""
+    """A file of an object store as a stream, read ahead the further the longer it is read from front to back."""
 
     def __init__(self, folder: ObjectFolder, key: str) -> None:
         self._folder = folder
@@ -218,6 +223,7 @@ class _Reading:
         self._position = 0
         self._begin = 0
         self._ahead = b""
+        self._ahead_bytes = _FIRST_AHEAD_BYTES
 
     def __enter__(self) -> _Reading:
         return self
@@ -262,7 +268,10 @@ class _Reading:
         return bytes(buffer)
 
     def _fetch(self, begin: int, wanted: int) -> None:
-        end = min(self._size, begin + max(wanted, _PART_BYTES) if wanted < _PART_BYTES else begin + _PART_BYTES)
+        goes_on = bool(self._ahead) and begin == self._begin + len(self._ahead)
+        self._ahead_bytes = min(2 * self._ahead_bytes, _PART_BYTES) if goes_on else _FIRST_AHEAD_BYTES
+        end = min(self._size, begin + min(max(wanted, self._ahead_bytes), _PART_BYTES))
+        self._ahead = b""
         self._ahead = self._folder._ask("read", lambda store: store.cat_file(self._key, start=begin, end=end))
         self._begin = begin
         if not self._ahead:

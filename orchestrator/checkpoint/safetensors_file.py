@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from orchestrator.checkpoint.storage import Folder, StorageError, read_at
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Types whose values can become weights; integers and 8-bit floats are quantised weights without their scales."""
@@ -35,7 +35,8 @@ class StoredTensor:
     dtype: str
     """In the words of the format: F32, BF16 ..."""
     shape: tuple[int, ...]
-    path: Path
+    folder: Folder
+    file: str
     begin: int
     """First byte in the file."""
     size_bytes: int
@@ -46,33 +47,38 @@ class StoredTensor:
         return ITEM_BYTES[self.dtype]
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(folder: Folder, file: str) -> dict[str, StoredTensor]:
     """Every tensor of a file.
 
     Raises ValueError when it cannot be read or is no whole file of the format; the message says why, without the path.
+    Raises StorageError when an object store does not answer: nothing is known then.
     """
     try:
-        with path.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            length = int.from_bytes(stream.read(8), "little")
+        size = folder.size_bytes(file)
+        with folder.open(file) as stream:
+            length = int.from_bytes(_bytes_at(stream, 0, min(size, 8)), "little")
             if size < 8 or length > min(size - 8, _LARGEST_HEADER_BYTES):
                 raise ValueError(f"it has {size} bytes and is no safetensors file, or it is cut")
-            header = json.loads(stream.read(length))
+            header = json.loads(_bytes_at(stream, 8, length))
+    except StorageError:
+        raise
     except OSError as error:
-        raise ValueError(f"it cannot be read: {error.strerror}") from None
+        raise ValueError(f"it cannot be read: {error.strerror or error}") from None
     except (UnicodeDecodeError, json.JSONDecodeError):
         raise ValueError("it does not begin with the header of a safetensors file") from None
     if not isinstance(header, dict):
         raise ValueError("it does not begin with the header of a safetensors file")
     first = 8 + length
-    tensors = {name: _stored(name, entry, path, first) for name, entry in header.items() if name != "__metadata__"}
+    tensors = {
+        name: _stored(name, entry, folder, file, first) for name, entry in header.items() if name != "__metadata__"
+    }
     needed = max((tensor.begin + tensor.size_bytes for tensor in tensors.values()), default=first)
     if size != needed:
         raise ValueError(f"it has {size} bytes and its header describes {needed}: it is cut or damaged")
     return tensors
 
 
-def _stored(name: str, entry: Any, path: Path, first: int) -> StoredTensor:
+def _stored(name: str, entry: Any, folder: Folder, file: str, first: int) -> StoredTensor:
     try:
         dtype, shape = str(entry["dtype"]), tuple(int(extent) for extent in entry["shape"])
         begin, end = (int(offset) for offset in entry["data_offsets"])
@@ -81,7 +87,7 @@ def _stored(name: str, entry: Any, path: Path, first: int) -> StoredTensor:
     wanted = math.prod(shape) * ITEM_BYTES.get(dtype, 0)
     if begin < 0 or end < begin or (dtype in ITEM_BYTES and end - begin != wanted):
         raise ValueError(f"its header gives {name} {end - begin} bytes, {dtype} {list(shape)} needs {wanted}")
-    return StoredTensor(name, dtype, shape, path, first + begin, end - begin)
+    return StoredTensor(name, dtype, shape, folder, file, first + begin, end - begin)
 
 
 def read_blocks(
@@ -99,31 +105,34 @@ def read_blocks(
     row_bytes, piece = shape[1] * item, columns * item
     whole = columns == shape[1] or piece < _PIECE_BYTES
     step = max(1, block_bytes // (row_bytes if whole else piece))
-    with tensor.path.open("rb", buffering=0) as stream:
+    with tensor.folder.open(tensor.file) as stream:
         for first in range(0, rows, step):
             count = min(step, rows - first)
             place = tensor.begin + (top + first) * row_bytes
             if columns == shape[1]:
-                yield first, count, _read(stream.fileno(), place, count * row_bytes, tensor)
+                yield first, count, _read(stream, place, count * row_bytes, tensor)
             elif whole:
-                lines = memoryview(_read(stream.fileno(), place, count * row_bytes, tensor))
+                lines = memoryview(_read(stream, place, count * row_bytes, tensor))
                 offsets = (row * row_bytes + left * item for row in range(count))
                 yield first, count, bytearray(b"".join(lines[offset : offset + piece] for offset in offsets))
             else:
                 places = (place + row * row_bytes + left * item for row in range(count))
-                pieces = (_read(stream.fileno(), offset, piece, tensor) for offset in places)
+                pieces = (_read(stream, offset, piece, tensor) for offset in places)
                 yield first, count, bytearray(b"".join(pieces))
 
 
-def _read(descriptor: int, place: int, size: int, tensor: StoredTensor) -> bytearray:
-    buffer = bytearray(size)
-    view, done = memoryview(buffer), 0
-    while done < size:
-        got = os.preadv(descriptor, [view[done:]], place + done)
-        if got == 0:
-            raise OSError(f"{tensor.path} ends inside {tensor.name}")
-        done += got
-    return buffer
+def _read(stream: BinaryIO, place: int, size: int, tensor: StoredTensor) -> bytearray:
+    data = _bytes_at(stream, place, size)
+    if len(data) < size:
+        raise OSError(f"{tensor.folder.child(tensor.file)} ends inside {tensor.name}")
+    return data
+
+
+def _bytes_at(stream: BinaryIO, place: int, size: int) -> bytearray:
+    """So many bytes from a place on, fewer where the file ends before."""
+    data = bytearray(size)
+    done = read_at(stream, place, memoryview(data))
+    return data if done == size else data[:done]
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:

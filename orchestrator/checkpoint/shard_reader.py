@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from orchestrator.checkpoint.shard_format import HEADER_BYTES, data_offset
 from orchestrator.checkpoint.shard_writer import METADATA_NAME
-from orchestrator.checkpoint.storage import Folder
+from orchestrator.checkpoint.storage import Folder, read_at
 
 Chunk = tuple[torch.Size, torch.dtype]
 """Shape and type of a tensor as it lies in a file."""
@@ -137,8 +137,7 @@ def find_data(stream: BinaryIO, archive_at: int) -> int:
     wanted = HEADER_BYTES
     while True:
         head = bytearray(wanted)
-        stream.seek(archive_at)
-        count = _fill(stream, memoryview(head))
+        count = read_at(stream, archive_at, memoryview(head))
         found = data_offset(head[:count])
         if found is not None:
             return found
@@ -149,17 +148,5 @@ def find_data(stream: BinaryIO, archive_at: int) -> int:
 
 def read_fully(stream: BinaryIO, at: int, buffer: memoryview) -> None:
     """Fill a buffer from a place of a file. Raises ValueError when the file ends before."""
-    stream.seek(at)
-    if _fill(stream, buffer) < len(buffer):
+    if read_at(stream, at, buffer) < len(buffer):
         raise ValueError("the file ends before its tensor does")
-
-
-def _fill(stream: BinaryIO, buffer: memoryview) -> int:
-    """Read until the buffer is full or the file ends: one call gives at most 2 GiB, and from a network less."""
-    done = 0
-    while done < len(buffer):
-        count = stream.readinto(buffer[done:])  # type: ignore[attr-defined]
-        if not count:
-            break
-        done += count
-    return done

@@ -29,17 +29,15 @@ def check_start(config: RunConfig) -> tuple[Problem, ...]:
 
 
 def _problems_of(config: RunConfig, key: str, asked: str) -> list[Problem]:
-    folder = Path(asked).expanduser()
+    place = asked if is_url(asked) else str(Path(asked).expanduser())
     words = "`auto`, `never` or " if key == "checkpoint.resume" else ""
     fix = f"Give {words}the folder of a checkpoint, for example RUN/checkpoints/step-00000200."
     if key == "checkpoint.init_from":
         fix = f"{fix[:-1]}, or a Hugging Face folder; nothing is downloaded: {FETCH}."
-    if not is_url(asked) and is_huggingface(folder):
-        if key == "checkpoint.init_from":
-            return problems_of_weights(config, folder)
-        return [_weights_alone(key, asked)]
     try:
-        checkpoint = open_checkpoint(asked if is_url(asked) else folder)
+        if is_huggingface(place):
+            return problems_of_weights(config, place) if key == "checkpoint.init_from" else [_weights_alone(key, asked)]
+        checkpoint = open_checkpoint(place)
     except StorageError as error:
         return [Problem(key, f"{error.message}.", error.fix)]
     except ValueError as error:

@@ -93,7 +93,7 @@ class Folder(ABC):
 
     @abstractmethod
     def modified(self) -> float:
-        """`time.time()` of its newest change."""
+        """`time.time()` of its newest change; 0 when it is not there."""
 
     @abstractmethod
     def open(self, name: str) -> BinaryIO:
@@ -114,6 +114,14 @@ class Folder(ABC):
     @abstractmethod
     def remove_file(self, name: str) -> None:
         """Delete one file. Raises FileNotFoundError where it can be known that it is not there."""
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file of that name."""
+        try:
+            self.size_bytes(name)
+        except FileNotFoundError:
+            return False
+        return True
 
     def identity(self) -> str:
         """The same text for the same folder, however it was written."""
@@ -182,9 +190,16 @@ class LocalFolder(Folder):
         """See `Folder`."""
         return (self.path / name).stat().st_size
 
+    def has(self, name: str) -> bool:
+        """See `Folder`."""
+        return (self.path / name).is_file()
+
     def modified(self) -> float:
         """See `Folder`."""
-        return self.path.stat().st_mtime
+        try:
+            return self.path.stat().st_mtime
+        except FileNotFoundError:
+            return 0.0  # It went, or got another name, since it was listed.
 
     def open(self, name: str) -> BinaryIO:
         """See `Folder`."""
@@ -206,6 +221,9 @@ class LocalFolder(Folder):
 
     def remove(self) -> None:
         """See `Folder`."""
+        if self.path.is_symlink():
+            self.path.unlink(missing_ok=True)  # What it leads to is not ours.
+            return
         shutil.rmtree(self.path, ignore_errors=True)
 
     def remove_file(self, name: str) -> None:
@@ -239,6 +257,7 @@ class LocalSink(Sink):
         self._path = path
         self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         self._written = 0
+        self._on_its_way = 0
         if size_bytes:
             self._reserve(size_bytes)
 
@@ -253,7 +272,6 @@ class LocalSink(Sink):
     def write(self, parts: Sequence[memoryview]) -> None:
         """See `Sink`."""
         left = list(parts)
-        began = self._written
         while left:
             done = os.writev(self._descriptor, left[:_PARTS_AT_ONCE])
             self._written += done
@@ -262,7 +280,9 @@ class LocalSink(Sink):
             if left and done:
                 left[0] = left[0][done:]
         # Written pages are not read again: let the disk begin with them now rather than all at once at the end.
-        os.posix_fadvise(self._descriptor, began, self._written - began, os.POSIX_FADV_DONTNEED)
+        if self._written - self._on_its_way >= _SENT_BYTES:
+            begin, self._on_its_way = self._on_its_way, self._written
+            os.posix_fadvise(self._descriptor, begin, self._written - begin, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """See `Sink`."""
@@ -297,6 +317,8 @@ def _reserve(descriptor: int, size_bytes: int) -> None:
 
 
 _C_LIBRARY = ctypes.CDLL(None, use_errno=True)
+_SENT_BYTES = 8 << 20
+"""Few and large pieces are what a disk is fast with."""
 _PARTS_AT_ONCE = 512
 """Below the 1,024 that Linux takes in one call."""
 
@@ -314,3 +336,18 @@ def open_folder(location: str | os.PathLike[str] | Folder) -> Folder:
 
         return ObjectFolder.of(os.fspath(location))
     return LocalFolder(Path(location))
+
+
+def read_at(stream: BinaryIO, place: int, buffer: memoryview) -> int:
+    """Fill a buffer from a place of a file until it is full or the file ends; returns the bytes read.
+
+    One call gives at most 2 GiB, and from a network less.
+    """
+    stream.seek(place)
+    done = 0
+    while done < len(buffer):
+        count = stream.readinto(buffer[done:])  # type: ignore[attr-defined]
+        if not count:
+            break
+        done += count
+    return done

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
@@ -45,8 +46,11 @@ class CheckpointTensors:
     def read(self, name: str) -> Tensor:
         """The whole tensor in host memory. Raises OSError or ValueError when a file cannot be read."""
         target = torch.empty(self.shape(name), dtype=self.dtype(name))
-        with without_single_process_warning():
-            load_shards({name: target}, storage_reader=self._reader, no_dist=True)
+        try:
+            with without_single_process_warning():
+                load_shards({name: target}, storage_reader=self._reader, no_dist=True)
+        except CheckpointException as error:
+            raise next(cause for cause, _ in error.failures.values()) from None
         return target
 
 

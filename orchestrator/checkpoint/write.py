@@ -103,6 +103,8 @@ def _write_shards(draft: Draft, state: dict[str, Any], ranks: Ranks, planner: Sa
         with without_single_process_warning():
             save_shards(state, storage_writer=writer, planner=planner, process_group=ranks.group, no_dist=ranks.alone)
     except CheckpointException as error:
+        if isinstance(error.failures.get(ranks.rank, (None,))[0], KeyboardInterrupt):
+            raise KeyboardInterrupt from error  # DCP takes it for a failure like any other
         # DCP has already told every rank about every failure.
         shown = "; ".join(
             f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()

@@ -13,7 +13,7 @@ from typing import Protocol, cast
 from orchestrator.checkpoint.object_storage import hurried
 from orchestrator.cli.invocation import VALUE_FLAGS, Invocation
 from orchestrator.config.suggest import did_you_mean, nearest
-from orchestrator.errors import ConfigError, Problem
+from orchestrator.errors import ConfigError, Problem, RunError
 
 _WORDS = ("ls", "verify", "export", "import")
 """Every second word that may exist, in the order of help."""
@@ -34,7 +34,10 @@ class Subcommand(Protocol):
     """Flags that it knows besides those of every command."""
 
     def run(self, invocation: Invocation, words: Sequence[str]) -> int:
-        """Do it and return the exit code. Raises OrchestratorError."""
+        """Do it and return the exit code.
+
+        Raises OrchestratorError, and KeyboardInterrupt with what is left where something had been written.
+        """
 
 
 def offered() -> tuple[str, ...]:
@@ -52,7 +55,7 @@ def _help() -> str:
         "python -m orchestrator checkpoint WORD ...\n",
         "Looks after the checkpoints of runs, in a folder or an object store (s3://bucket/prefix).\n",
         *(f"  {word:<8}{subcommand(word).SUMMARY}" for word in offered()),
-        "\nExit code 0: done; 2: refused, nothing was written; 3: it failed.\n",
+        "\nExit code 0: done; 2: refused, nothing was written; 3: it failed; 4: stopped by Ctrl-C.\n",
         *(subcommand(word).HELP for word in offered()),
     ]
     return "\n".join(parts)
@@ -82,4 +85,10 @@ def run(invocation: Invocation) -> int:
     if problems:
         raise ConfigError(problems)
     with hurried(_PATIENCE_SECONDS):
-        return module.run(invocation, words)
+        try:
+            return module.run(invocation, words)
+        except PermissionError as error:
+            fix = "Give its owner's rights, or ask as a user who has them."
+            raise RunError(Problem("", f"{error.filename} may not be read or written by this user.", fix)) from error
+        except KeyboardInterrupt as stop:
+            raise KeyboardInterrupt(str(stop) or "Stopped; nothing was written or changed.") from None

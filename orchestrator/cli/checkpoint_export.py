@@ -1,7 +1,7 @@
 """`checkpoint export`: a checkpoint of any plan becomes a Hugging Face folder that transformers loads.
 
 One process reads it, whatever number of ranks wrote it. Everything against it is told at once and nothing is written
-then; the target appears in one rename, complete. torch is imported only for the work itself.
+then; the target appears complete or not at all. torch is imported only for the work itself.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.cli.invocation import Invocation
+from orchestrator.config.urls import is_url, url_problem
 from orchestrator.errors import ConfigError, OrchestratorError, Problem
 
 if TYPE_CHECKING:
     from orchestrator.checkpoint.folder import Checkpoint
     from orchestrator.checkpoint.huggingface_tokenizer import TokenizerFiles
+    from orchestrator.checkpoint.storage import Folder
 
 SUMMARY = "a checkpoint of any plan as a Hugging Face folder"
 
@@ -26,7 +28,8 @@ python -m orchestrator checkpoint export CHECKPOINT TARGET
 
   Writes TARGET with safetensors, config.json, generation_config.json and the run's tokenizer, for
   transformers.AutoModelForCausalLM.from_pretrained(TARGET). CHECKPOINT is a checkpoint, or a run or a folder of
-  checkpoints, of which the newest complete one is taken, or an s3:// URL of these.
+  checkpoints, of which the newest complete one is taken, or an s3:// URL of these. TARGET is a folder that does
+  not exist yet, or s3://BUCKET/PREFIX with nothing in it; there config.json is written last.
   Every byte is verified first; no more than one tensor is held.
   --dtype           fp32, bf16 or fp16; as saved when left out (FP32 for all precisions but bf16_pure)
   --max-shard-size  largest file, for example 500MB; 5GB when left out
@@ -44,8 +47,6 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 
 def run(invocation: Invocation, words: Sequence[str]) -> int:
     """Export. Raises ConfigError with everything that stands against it, RunError when it fails on the way."""
-    from orchestrator.checkpoint.huggingface_folder import refusals_of_target
-
     problems: list[Problem] = []
     settings = [word for word in words if word.startswith("run.directory=")]
     names = [word for word in words if word not in settings]
@@ -60,21 +61,44 @@ def run(invocation: Invocation, words: Sequence[str]) -> int:
         tokenizer = _tokenizer(checkpoint, invocation.options.get("--tokenizer"))
     except OrchestratorError as error:
         problems += error.problems
-    target = Path(names[1]).expanduser()
-    problems += refusals_of_target(target, _KEY)
-    if problems or checkpoint is None or tokenizer is None:
+    target = _target(names[1], problems)
+    if problems or checkpoint is None or tokenizer is None or target is None:
         raise ConfigError(problems)
     _export(checkpoint, target, tokenizer, dtype, shard_bytes)
     return 0
 
 
-def _export(checkpoint: Checkpoint, target: Path, tokenizer: TokenizerFiles, dtype: str | None, size: int) -> None:
+def _target(word: str, problems: list[Problem]) -> Folder | None:
+    """Where to write; what stands against it is added to `problems`."""
+    from orchestrator.checkpoint.huggingface_folder import refusals_of_target
+    from orchestrator.checkpoint.storage import StorageError, open_folder
+
+    if (wrong := url_problem(word)) is not None:
+        problems.append(Problem(_KEY, f"{word} cannot be used: {wrong[0]}.", wrong[1]))
+        return None
+    try:
+        target = open_folder(word.rstrip("/") if is_url(word) else Path(word).expanduser())
+    except StorageError as error:
+        problems.append(Problem(_KEY, f"{error.message}.", error.fix))
+        return None
+    problems += refusals_of_target(target, _KEY)
+    return target
+
+
+def _export(checkpoint: Checkpoint, target: Folder, tokenizer: TokenizerFiles, dtype: str | None, size: int) -> None:
     import torch
 
+    from orchestrator.checkpoint.appearing import left_of
     from orchestrator.checkpoint.huggingface_export import export
+    from orchestrator.checkpoint.object_storage import PATIENCE_SECONDS, hurried
+    from orchestrator.config.model_folder import CONFIG_NAME
 
     chosen: Any = None if dtype is None else getattr(torch, dtype)
-    done = export(checkpoint, target, tokenizer=tokenizer, dtype=chosen, max_shard_bytes=size)
+    try:
+        with hurried(PATIENCE_SECONDS):  # what has begun is worth waiting for
+            done = export(checkpoint, target, tokenizer=tokenizer, dtype=chosen, max_shard_bytes=size)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"The export was stopped. {left_of(target, CONFIG_NAME)}") from None
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} safetensors files and an index"
     print(f"step {checkpoint.step} of {checkpoint.path}: {done.size_bytes / 1e6:,.0f} MB in {files}; {tokenizer.note}")
     print(target, flush=True)

@@ -36,8 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         opening = "" if error.exit_code == ConfigError.exit_code else "The run failed."
         print_problems(error.problems, opening, besides=getattr(error, "besides", 0))
         return error.exit_code
-    except KeyboardInterrupt:
-        print("\nStopped before anything was started; the same command starts it again.", file=sys.stderr)
+    except KeyboardInterrupt as stop:  # whoever had begun something says what is left of it
+        said = str(stop) or "Stopped before anything was started; the same command starts it again."
+        print(f"\n{said}", file=sys.stderr)
         return STOPPED
     except BrokenPipeError:
         # The reader (`| head`) has seen enough. Python would complain again when it closes stdout.

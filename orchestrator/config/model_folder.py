@@ -68,13 +68,22 @@ def read_sizes(config: Mapping[str, Any]) -> ModelConfig:
 def read_json(path: Path) -> dict[str, Any]:
     """An object of a JSON file. Raises FolderError when it is missing or is none."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
     except FileNotFoundError:
         raise FolderError([f"{path.name} is missing"]) from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise FolderError([f"{path.name} cannot be read ({error})"]) from None
+    return json_object(path.name, data)
+
+
+def json_object(name: str, data: bytes) -> dict[str, Any]:
+    """The object that the bytes of a JSON file of that name hold. Raises FolderError when they hold none."""
+    try:
+        values = json.loads(data)
+    except ValueError as error:
+        raise FolderError([f"{name} cannot be read ({error})"]) from None
     if not isinstance(values, dict):
-        raise FolderError([f"{path.name} is no JSON object"])
+        raise FolderError([f"{name} is no JSON object"])
     return values
 
 

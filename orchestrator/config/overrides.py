@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 from orchestrator.config import keys, locate
 from orchestrator.config.model_folder import FolderError, means_folder, model_of
 from orchestrator.config.suggest import did_you_mean, nearest, nearest_keys
+from orchestrator.config.urls import is_url
 from orchestrator.errors import Problem
 
 
@@ -174,6 +175,13 @@ def _place_choice(
 
 def _place_model(option: str, request: Request) -> Problem | None:
     """Take the sizes of the model in a folder, in place of those of an option."""
+    if is_url(option):
+        return Problem(
+            "model",
+            f"`model={option}` is in an object store, and sizes are read from a folder of this machine.",
+            f"Copy its config.json (of a checkpoint: manifest.json) into a folder and give that; the weights can stay "
+            f"there, with checkpoint.init_from={option}.",
+        )
     try:
         request.model = model_of(Path(option).expanduser()).model_dump()
     except FolderError as error:

@@ -7,15 +7,13 @@ of other data. The record is rewound to the resumed step, so that each step stay
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from orchestrator.checkpoint.folder import Checkpoint
 from orchestrator.checkpoint.huggingface_folder import is_huggingface
 from orchestrator.checkpoint.manifest import problems_of_resuming
-from orchestrator.checkpoint.ranks import Ranks
+from orchestrator.checkpoint.ranks import CheckpointError, Ranks
 from orchestrator.checkpoint.read import open_together
 from orchestrator.checkpoint.store import load, load_newest
-from orchestrator.config.urls import is_url
 from orchestrator.engine.start_weights import load_huggingface
 from orchestrator.engine.state import OPTIONAL, after_loading, state_of
 from orchestrator.engine.step import Parts
@@ -64,8 +62,8 @@ def resume(task: RankTask, link: RankLink, parts: Parts, data_fingerprint: str, 
     if found is not None and (problems := problems_of_resuming(found.manifest, data_fingerprint=data_fingerprint)):
         raise RunError(problems)
     start = task.plan.config.checkpoint.init_from
-    if found is None and start is not None and not is_url(start) and is_huggingface(Path(start)):
-        load_huggingface(Path(start), parts, task.plan.config.model)
+    if found is None and start is not None and _is_huggingface(start):
+        load_huggingface(start, parts, task.plan.config.model)
     elif found is None and start is not None:
         # Its weights only: the optimizer, the step and the position in the data begin anew.
         load(
@@ -91,6 +89,14 @@ def _all_damaged(directory: str, passed_over: list[str]) -> Problem:
         f"No checkpoint in {directory} can be gone on from. {' '.join(passed_over)}",
         "Mend or restore one of them; or move them away, and the same command begins anew.",
     )
+
+
+def _is_huggingface(start: str) -> bool:
+    """Looked at by rank 0 alone, so that no rank reads another kind of weights than the others."""
+    try:
+        return Ranks.of().on_first(f"look at {start}", lambda: is_huggingface(start))
+    except CheckpointError as error:
+        raise RunError(Problem("checkpoint.init_from", str(error), "Give a place that every node sees.")) from error
 
 
 def _open(path: str, key: str) -> Checkpoint:

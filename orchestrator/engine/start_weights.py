@@ -7,9 +7,8 @@ command looked.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from models.spec import parameter_specs
+from orchestrator.checkpoint.folder import Location
 from orchestrator.checkpoint.huggingface_folder import match, open_huggingface
 from orchestrator.checkpoint.huggingface_read import Part, fill
 from orchestrator.checkpoint.ranks import CheckpointError, Ranks
@@ -21,8 +20,8 @@ from orchestrator.engine.step import Parts
 from orchestrator.errors import Problem, RunError
 
 
-def load_huggingface(path: Path, parts: Parts, model: ModelConfig) -> None:
-    """Fill this rank's parameters from a Hugging Face folder or file (collective).
+def load_huggingface(path: Location, parts: Parts, model: ModelConfig) -> None:
+    """Fill this rank's parameters from a Hugging Face folder or file, a path or URL (collective).
 
     Raises RunError on every rank if the weights do not fit or cannot be read on any.
     """
@@ -34,7 +33,7 @@ def load_huggingface(path: Path, parts: Parts, model: ModelConfig) -> None:
         Ranks.of().together(f"read the weights in {path}", read)
     except CheckpointError as error:
         raise RunError(
-            Problem("checkpoint.init_from", str(error), "Give a folder that every node sees, whole and unchanged.")
+            Problem("checkpoint.init_from", str(error), "Give a place that every node sees, whole and unchanged.")
         ) from error
 
 

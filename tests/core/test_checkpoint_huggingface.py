@@ -22,6 +22,7 @@ from orchestrator.checkpoint.huggingface_folder import is_huggingface, match, op
 from orchestrator.checkpoint.huggingface_tokenizer import byte_letters, tokenizer_files
 from orchestrator.checkpoint.safetensors_file import header_bytes, read_blocks, read_header, same_values
 from orchestrator.checkpoint.start import check_start
+from orchestrator.checkpoint.storage import LocalFolder
 from orchestrator.cli.invocation import parse
 from orchestrator.config.compose import load_config
 from orchestrator.config.model_folder import FolderError, model_of
@@ -69,7 +70,7 @@ def with_index(folder: Path) -> Path:
     return folder
 
 
-def starting_from(folder: Path, changes: dict[str, Any] | None = None) -> RunConfig:
+def starting_from(folder: Path | str, changes: dict[str, Any] | None = None) -> RunConfig:
     return run_config("runs", {"checkpoint.init_from": str(folder), **(changes or {})})
 
 
@@ -145,14 +146,14 @@ def test_quantised_weights_are_refused_by_their_type(tmp_path: Path) -> None:
 def test_what_is_no_safetensors_file_is_refused(damage: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(damage)
     with pytest.raises(ValueError, match="safetensors"):
-        read_header(tmp_path / "x.safetensors")
+        read_header(LocalFolder(tmp_path), "x.safetensors")
 
 
 def test_a_header_that_lies_about_a_size_is_refused(tmp_path: Path) -> None:
     text = json.dumps({"w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}).encode()
     (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 8)
     with pytest.raises(ValueError, match=r"gives w 8 bytes, F32 \[3\] needs 12"):
-        read_header(tmp_path / "x.safetensors")
+        read_header(LocalFolder(tmp_path), "x.safetensors")
 
 
 def test_our_header_is_read_by_the_library(tmp_path: Path) -> None:
@@ -181,7 +182,7 @@ def test_any_region_is_read_as_numpy_cuts_it(
 ) -> None:
     values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     save_file({"first": np.zeros(3, np.float32), "w": values}, tmp_path / "x.safetensors")
-    tensor = read_header(tmp_path / "x.safetensors")["w"]
+    tensor = read_header(LocalFolder(tmp_path), "x.safetensors")["w"]
     wanted = values[tuple(slice(low, low + size) for low, size in zip(start, extent, strict=True))]
     found, rows = b"", 0
     for first, count, data in read_blocks(tensor, start, extent, block_bytes):
@@ -196,7 +197,7 @@ def test_values_are_compared_as_bytes(tmp_path: Path) -> None:
     other = values.copy()
     other[3, 3] = 2
     save_file({"a": values, "b": values, "c": other, "d": values.astype(np.float16)}, tmp_path / "x.safetensors")
-    tensors = read_header(tmp_path / "x.safetensors")
+    tensors = read_header(LocalFolder(tmp_path), "x.safetensors")
     assert same_values(tensors["a"], tensors["b"])
     assert not same_values(tensors["a"], tensors["c"])
     assert not same_values(tensors["a"], tensors["d"])
