@@ -114,6 +114,10 @@ def list_checkpoints(directory: Folder, *, read_bytes: bool = False) -> list[Lis
         read_bytes: compare checksums too, not only names and sizes.
     """
     entries = [look_at(folder, read_bytes=read_bytes) for _, folder in committed_folders(directory)]
+    if any(entry.faults for entry in entries):
+        # A run that trains meanwhile deletes old ones: what has gone is not damaged.
+        there = {str(folder) for _, folder in committed_folders(directory)}
+        entries = [entry for entry in entries if not entry.faults or str(entry.folder) in there]
     for leftover in leftovers(directory):
         size_bytes = sum(leftover.folder.files().values())
         entries.append(Listed(leftover.folder, leftover.what, (), size_bytes, None))

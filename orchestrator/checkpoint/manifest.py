@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import xxhash
+from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.checkpoint.storage import Folder, StorageError
 from orchestrator.errors import Problem
@@ -130,7 +131,7 @@ def manifest_from_dict(values: Mapping[str, Any]) -> Manifest:
     """Read a manifest back.
 
     Raises:
-        ValueError: a newer schema, or a field missing or unknown.
+        ValueError: a newer schema, or a field that is missing, unknown or of another type.
     """
     version = values.get("schema_version")
     if version not in _READABLE_VERSIONS:
@@ -139,9 +140,20 @@ def manifest_from_dict(values: Mapping[str, Any]) -> Manifest:
         fields = dict(values)
         fields["files"] = tuple(FileRecord(**record) for record in fields["files"])
         fields["mesh"] = tuple(fields["mesh"])
-        return Manifest(**fields)
+        manifest = Manifest(**fields)
+        _types().validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors())
+        raise ValueError(f"not a checkpoint manifest: {wrong}") from None
     except (TypeError, KeyError) as error:
         raise ValueError(f"not a checkpoint manifest: {error}") from None
+    return manifest
+
+
+@cache
+def _types() -> TypeAdapter[Manifest]:
+    """The types of a manifest's fields: what is edited by hand may have any."""
+    return TypeAdapter(Manifest)
 
 
 @cache

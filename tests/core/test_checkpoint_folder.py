@@ -93,6 +93,32 @@ def test_the_manifest_of_another_schema_is_refused() -> None:
         manifest_from_dict({**values, "schema_version": 99})
 
 
+@pytest.mark.parametrize(
+    ("edited", "named"),
+    [
+        ({"step": "2"}, "step: "),
+        ({"loss": "low"}, "loss: "),
+        ({"parallel": []}, "parallel: "),
+        ({"config": None}, "config: "),
+        ({"files": [{"path": "x", "size_bytes": "y", "checksum": ""}]}, "files.0.size_bytes: "),
+        ({"remark": "mine"}, "remark"),
+        ({"schema_version": [1]}, "schema version"),
+    ],
+)
+def test_a_manifest_that_was_edited_into_another_type_is_damage_and_named(
+    edited: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    checkpoint(tmp_path, 1)
+    folder = checkpoint(tmp_path, 2)
+    values = json.loads((folder / MANIFEST_NAME).read_text())
+    (folder / MANIFEST_NAME).write_text(json.dumps(values | edited))
+    (fault,) = faults_of_folder(folder)
+    assert named in fault
+    found = newest_complete(tmp_path)
+    assert found is not None
+    assert found.step == 1
+
+
 def test_the_facts_come_from_the_plan() -> None:
     plan = run_plan(run_config("runs", {"training.seed": 7}))
     manifest = describe(plan, step=4, tokens=256, data_fingerprint="f", data_position={"step": 4})
@@ -309,3 +335,12 @@ def test_a_deletion_that_was_killed_leaves_no_half_checkpoint_under_its_name(tmp
     cut(Path(str(aside)))
     assert committed_folders(tmp_path) == []
     assert newest_complete(tmp_path) is None
+
+
+def test_a_checkpoint_that_is_a_link_goes_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    archived = checkpoint(tmp_path / "archive", 1)
+    newest = checkpoint(tmp_path / "run", 2)
+    (tmp_path / "run" / step_name(1)).symlink_to(archived)
+    apply_retention(tmp_path / "run", Retention(1), committed=LocalFolder(newest))
+    assert names(tmp_path / "run") == [step_name(2)]
+    assert faults_of_folder(archived) == []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
 
+from orchestrator.checkpoint import find
 from orchestrator.checkpoint.folder import BROKEN, TEMPORARY
+from orchestrator.checkpoint.storage import Folder
 from orchestrator.cli.main import main
 from tests.core.run_cases import run_config
 from tests.core.test_checkpoint_folder import checkpoint, cut, cut_manifest, flip, remove_shard
@@ -138,3 +141,29 @@ def test_a_folder_without_checkpoints_has_none_to_verify(say, runs: Path, tmp_pa
     (tmp_path / "empty" / "notes.txt").touch()
     assert say("verify", "empty").code == 2
     assert "no checkpoints" in say("ls", "empty").out
+
+
+def test_what_a_run_deletes_while_it_is_looked_at_is_not_damaged(
+    say, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = find.look_at
+
+    def deleted_meanwhile(folder: Folder, *, read_bytes: bool = False) -> find.Listed:
+        if folder.name == "step-00000100":
+            folder.remove()
+        return look(folder, read_bytes=read_bytes)
+
+    monkeypatch.setattr(find, "look_at", deleted_meanwhile)
+    said = say("verify", "mine")
+    assert said.code == 0
+    assert [line.split()[0] for line in said.out.splitlines()] == ["complete", "complete"]
+
+
+def test_a_folder_that_may_not_be_read_is_named(say, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(directory: Folder) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(directory))
+
+    monkeypatch.setattr(find, "committed_folders", refuse)
+    said = say("ls", "mine")
+    assert said.code == 3
+    assert f"{runs} may not be read or written by this user" in " ".join(said.err.split())
