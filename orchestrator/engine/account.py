@@ -170,14 +170,27 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._count(func.overloadpacket.__name__, args)
         elif self._ours(result):
             self.found.flops += _flops(func, args, kwargs or {}, result)
+        worked_in = self._makes_buffer(func, args)
         to_host = self._states_on_host and (kwargs or {}).get("device") == torch.device("cpu")
         for value in tree_leaves(result):
             if isinstance(value, Tensor) and self._ours(value):
                 if to_host:
                     self._host.add(value.untyped_storage()._cdata)
                 self._track(value)
+                if worked_in:
+                    self._stamps.setdefault(local(value).untyped_storage()._cdata, "buffers")
         self._note_peak()
         return result
+
+    def _makes_buffer(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether an operation gives a weight's gradient, of which nobody can tell yet until autograd hands it over, or
+        what a reduction's buffer is divided into."""
+        if func.overloadpacket is torch.ops.aten.mm:
+            # Autograd alone transposes the first factor: the gradient of the product's result.
+            return not args[0].is_contiguous()
+        if func is torch.ops.aten.div.Tensor and isinstance(args[0], Tensor):
+            return self._stamps.get(local(args[0]).untyped_storage()._cdata) == "buffers"
+        return False
 
     def _note_peak(self) -> None:
         if self._total > self._largest:

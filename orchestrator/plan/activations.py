@@ -25,16 +25,21 @@ class BlockActivations:
     kept: float
     """From forward to backward, under the chosen recomputation."""
     working: float
-    """What backward holds beside that while it is in this block: what it recomputed, and gradients of activations."""
+    """What backward holds beside that while it is in this block, when that and `weight_gradients` are largest: what it
+    recomputed, and gradients of activations."""
     deferred: float = 0.0
     """What waits beside `kept` for the weights' gradients once those of the inputs are there, where the two are apart:
     the gradient of every product's result."""
+    weight_gradients: float = 0.0
+    """Gradients of weights, as they come, that exist then."""
+    handed_on: float = 0.0
+    """The gradient of the block's input, which is what its backward leaves."""
 
 
 def block_activations(work: Work, profile: SystemProfile) -> BlockActivations:
     """Activations of one block and micro-batch."""
     everything = _all_saved(work, profile)
-    stream = _stream(work)
+    stream, tables = _stream(work), _cast_tables(work, profile)
     kept = {
         "none": everything,
         "attention": everything - _scores(work, profile),
@@ -45,7 +50,17 @@ def block_activations(work: Work, profile: SystemProfile) -> BlockActivations:
     }[work.recompute]
     # A block's input is kept and read again: it is one tensor.
     again = everything - stream if work.recompute in ("layers", "full") else everything - kept
-    return BlockActivations(kept, again + _gradients(work, profile), _products_gradients(work))
+    raw = profile.bytes_of(work.precision).raw_gradients if profile.master_gathered else 0.0
+    moments = [(beside, elements * raw) for beside, elements in _backward_moments(work, profile)]
+    beside, weights = max(moments, key=sum)
+    return BlockActivations(kept + tables, again + beside, _products_gradients(work), weights, stream)
+
+
+def _cast_tables(work: Work, profile: SystemProfile) -> float:
+    """Rotary tables in the compute type: mixed precision casts what every block is given, also the tables."""
+    if not (profile.casts_block_inputs and work.architecture.gated and work.precision.endswith("_mixed")):
+        return 0.0
+    return float(work.sequence_length) * work.architecture.head_dim * work.activation_bytes
 
 
 def _stream(work: Work) -> float:
@@ -85,8 +100,7 @@ def _all_saved(work: Work, profile: SystemProfile) -> float:
     query = model.heads * model.head_dim
     key_value = 2.0 * model.key_value_heads * model.head_dim
     attention = tokens * (element * (2.0 * query + key_value) + _statistics(work, profile)) / tensor
-    hidden_tensors = (3 if profile.fused_kernels else 4) if model.gated else 2
-    mlp = tokens * element * hidden_tensors * model.ffn / tensor
+    mlp = tokens * element * _inner_tensors(work, profile) * model.ffn / tensor
     return norms + inputs + masks + attention + mlp + _scores(work, profile)
 
 
@@ -109,15 +123,41 @@ def _every_second_product(work: Work, profile: SystemProfile) -> float:
     return 2.0 * _stream(work) + cut
 
 
-def _gradients(work: Work, profile: SystemProfile) -> float:
-    """Gradients of activations that exist at once in a block's backward, less what has been given back by then.
+def _backward_moments(work: Work, profile: SystemProfile) -> tuple[tuple[float, float], ...]:
+    """(bytes of activations and their gradients beside everything saved, elements of weights that have gradients) at
+    the moments of a block's backward that can be its largest, in order.
 
-    Most are in the feed-forward layer: those of gate and up, or of up alone, beside that of their product, whose own
-    value is no longer needed; and that of the stream, whole in front of the row-wise product and cut elsewhere."""
+    Autograd takes the feed-forward layer first: its last product, the activation function, the products in front of
+    it, then attention. A saved tensor is given back once its operation is done. A product computes its weight's
+    gradient before its input's. Stream and products' inputs are one size unless sequence parallelism cuts the stream.
+    """
     model, tensor, element = work.architecture, work.parallel.tensor, work.activation_bytes
-    inner = (2.0 if model.gated else 1.0) * model.ffn / tensor
-    streams = 1.0 + 1.0 / tensor if work.sequence_parallel else 1.0
-    return work.tokens * element * (inner + streams * model.hidden)
+    whole = float(work.tokens) * model.hidden * element
+    stream, inner = _stream(work), float(work.tokens) * model.ffn * element / tensor
+    matrix = model.hidden * model.ffn / tensor
+    others = model.hidden * model.head_dim * (model.heads + 2.0 * model.key_value_heads) / tensor
+    saved = _inner_tensors(work, profile)
+    gathered = whole if work.sequence_parallel else 0.0
+    last_product = (gathered + inner + stream, matrix)
+    if model.gated:
+        return (
+            last_product,
+            (2.0 * inner + stream, matrix),
+            (whole + stream - inner, 2.0 * matrix),
+            (2.0 * whole + stream + (1.0 - saved) * inner, 3.0 * matrix),
+            (2.0 * whole + stream - saved * inner, 3.0 * matrix + others),
+        )
+    return (
+        last_product,
+        (inner + stream, matrix),
+        (whole + stream + (1.0 - saved) * inner, 2.0 * matrix),
+        (2.0 * whole + stream - saved * inner, 2.0 * matrix + others),
+    )
+
+
+def _inner_tensors(work: Work, profile: SystemProfile) -> int:
+    """Tensors of the feed-forward layer's inner width that are saved."""
+    return (3 if profile.fused_kernels else 4) if work.architecture.gated else 2
 
 
 def _products_gradients(work: Work) -> float:
@@ -129,19 +169,37 @@ def _products_gradients(work: Work) -> float:
 
 
 def logits_bytes(work: Work, profile: SystemProfile) -> float:
-    """The head of one micro-batch at its largest: logits or what the loss works on, cut over the tensor ranks, and what
-    the final norm saved."""
+    """What is as wide as the vocabulary when the loss is largest, cut over the tensor ranks: logits or what the loss
+    works on, and, where the loss brings them along, gradients of the head's weight."""
     rows = -(-work.architecture.vocab // (work.parallel.tensor if profile.logits_cut else 1))
     hidden, element = work.architecture.hidden, work.activation_bytes
-    norm = float(work.tokens) * (_norm_bytes(work, profile) + element) * hidden
     if profile.loss_in_chunks:
-        # Where gradients are not computed ahead, all micro-batches wait with their final hidden states.
-        waiting = 1 if gradient_ahead(work.parallel.schedule, work.parallel.pipeline) else work.parallel.micro_batches
         chunk = chunk_of(work.tokens, hidden, element)
-        gradient = float(work.tokens) * hidden * element
         put_off = waiting_weight_gradients(work.parallel.schedule, work.parallel.pipeline) * rows * hidden * element
-        return rows * row_bytes(chunk, work.tokens, hidden, element) + gradient + put_off + norm * waiting
+        return rows * row_bytes(chunk, work.tokens, hidden, element) + put_off
     # In the backward pass of the loss: log-probabilities and two gradients. A pipeline keeps the last stage's output,
     # the logits themselves, beside what the loss works on.
     output = element if work.parallel.pipeline > 1 and profile.keeps_stage_outputs else 0
-    return float(work.tokens) * rows * (profile.logit_bytes + output) + norm
+    return float(work.tokens) * rows * (profile.logit_bytes + output)
+
+
+def head_activations(work: Work, profile: SystemProfile) -> float:
+    """What the head holds beside that: input and output of the final norm, the output put together from the parts of
+    the sequence, and its gradient."""
+    hidden, element = work.architecture.hidden, work.activation_bytes
+    features = float(work.tokens) * hidden
+    norm = (_norm_bytes(work, profile) + element) * features
+    if not profile.loss_in_chunks:
+        return norm
+    if work.sequence_parallel:
+        norm = norm / work.parallel.tensor + features * element
+    # Where gradients are not computed ahead, all micro-batches wait with their final hidden states.
+    waiting = 1 if gradient_ahead(work.parallel.schedule, work.parallel.pipeline) else work.parallel.micro_batches
+    return features * element + norm * waiting
+
+
+def table_bytes(work: Work, profile: SystemProfile) -> float:
+    """Rotary tables of one stage, cosines and sines of every position."""
+    if not (profile.casts_block_inputs and work.architecture.gated):
+        return 0.0
+    return float(work.sequence_length) * work.architecture.head_dim * (2 if work.precision == "bf16_pure" else 4)

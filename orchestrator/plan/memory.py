@@ -9,10 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from orchestrator.config.schema import RunConfig
-from orchestrator.plan.activations import BlockActivations, block_activations, logits_bytes
+from orchestrator.plan.activations import (
+    BlockActivations,
+    block_activations,
+    head_activations,
+    logits_bytes,
+    table_bytes,
+)
 from orchestrator.plan.architecture import architecture_of
 from orchestrator.plan.run_plan import ParallelFacts, RankMemory
-from orchestrator.plan.stages import stages_of_rank
+from orchestrator.plan.stages import V_SHAPED, stages_of_rank
 from orchestrator.plan.states import Stages, StateMemory, held_stages, rank_elements, state_memory
 from orchestrator.plan.system_profile import SystemProfile
 from orchestrator.plan.timeline import Crest, Kept, highest_crests, peak_kept
@@ -31,10 +37,16 @@ class _Common:
 
     block: BlockActivations
     logits: float
+    beside_logits: float
+    """Activations of the head then."""
     boundary: float
     """A stage's output, where it is kept until the backward pass."""
+    inputs: float
+    """A first block's input, where it is kept in the buffer that it was received in."""
     received: float
     """Buffers of a stage for all micro-batches that it receives from one neighbour."""
+    tables: float
+    """Buffers of a stage that are there always."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +59,10 @@ class _Held:
     """Part of the rank's gradients that is each stage's."""
     weights: tuple[float, ...]
     """Layers, a stage without any counting as half of one: it still keeps its input."""
+    outputs: tuple[int, ...]
+    """1 for a stage that sends its output on, 0 for the last."""
+    inputs: tuple[int, ...]
+    """1 for a stage whose first block reads what was received, else 0."""
     head: bool
     neighbours: int
     """Stages that it receives from, counted for each of its stages."""
@@ -66,12 +82,14 @@ def memories_of(work: Work, profile: SystemProfile) -> tuple[RankMemory, ...]:
 
 
 def _common(work: Work, profile: SystemProfile, block: BlockActivations) -> _Common:
-    boundary = received = 0.0
+    boundary = received = inputs = 0.0
     if work.parallel.pipeline > 1:
         stream = stream_bytes(work) / (work.parallel.tensor if work.sequence_parallel else 1)
         boundary = stream if profile.keeps_stage_outputs else 0.0
-        received = stream * work.parallel.micro_batches if profile.receives_ahead else 0.0
-    return _Common(block, logits_bytes(work, profile), boundary, received)
+        if profile.receives_ahead:
+            inputs, received = stream, stream * work.parallel.micro_batches
+    head = head_activations(work, profile)
+    return _Common(block, logits_bytes(work, profile), head, boundary, inputs, received, table_bytes(work, profile))
 
 
 def _hold(work: Work, stages: Stages, states: StateMemory) -> _Held:
@@ -80,8 +98,10 @@ def _hold(work: Work, stages: Stages, states: StateMemory) -> _Held:
     shares = tuple(each / max(1, sum(elements)) for each in elements)
     layers = tuple(stage[0] for stage in stages)
     weights = tuple(max(float(count), 0.5) for count in layers)
+    outputs = tuple(int(not last) for _, _, last in stages)
+    inputs = tuple(int(count > 0 and not first) for count, first, _ in stages)
     neighbours = sum(int(not first) + int(not last) for _, first, last in stages)
-    return _Held(states, layers, shares, weights, any(stage[2] for stage in stages), neighbours)
+    return _Held(states, layers, shares, weights, outputs, inputs, any(stage[2] for stage in stages), neighbours)
 
 
 def rank_states(work: Work, profile: SystemProfile, stages: Stages) -> StateMemory:
@@ -93,13 +113,16 @@ def rank_states(work: Work, profile: SystemProfile, stages: Stages) -> StateMemo
     elements = rank_elements(work.architecture, stages, facts.tensor, facts.zero_group)
     if profile.one_unit_on_cpu and facts.zero_stage == 0 and not work.on_gpu:
         elements = replace(elements, block=0, ends=elements.whole)
+    stage = profile.zero_stage(work)
     return state_memory(
         elements,
         state,
-        zero_stage=profile.zero_stage(work),
+        zero_stage=stage,
         master_gathered=profile.master_gathered,
         offload=work.offload,
         loss_in_head=profile.loss_in_chunks,
+        once=facts.micro_batches == 1,
+        one_shard=facts.zero_group == 1,
     )
 
 
@@ -144,9 +167,10 @@ def _kept(work: Work, common: _Common, held: _Held, rank: int) -> float:
 
 def _bytes_of(kept: tuple[Kept, ...], common: _Common, held: _Held) -> float:
     block, total = common.block, 0.0
-    for stage, layers in zip(kept, held.layers, strict=True):
+    for stage, layers, sends, receives in zip(kept, held.layers, held.outputs, held.inputs, strict=True):
         count = stage.whole + stage.weights_only
-        total += count * (layers * block.kept + common.boundary) + stage.weights_only * layers * block.deferred
+        ends = sends * common.boundary - receives * common.inputs
+        total += count * (layers * block.kept + ends) + stage.weights_only * layers * block.deferred
     return total
 
 
@@ -162,21 +186,31 @@ def _instants(work: Work, common: _Common, held: _Held, rank: int) -> tuple[Inst
     found = highest_crests(
         facts.schedule, facts.pipeline, facts.virtual_stages, facts.micro_batches, rank, held.weights, share
     )
-    received = common.received * held.neighbours
+    # Stages of one rank that follow each other hand over without a buffer: those in the point of a V.
+    neighbours = held.neighbours - 2 * int(facts.schedule in V_SHAPED and rank == facts.pipeline - 1)
+    buffers = common.received * neighbours
     if facts.schedule not in ("gpipe", "1f1b"):
         # torch waits for the sends of these schedules at the step's end, and what is sent lives until then; outputs of
         # micro-batches in flight are kept anyway.
-        received += (
-            common.received * held.neighbours * max(0, facts.micro_batches - facts.pipeline) / (facts.micro_batches)
-        )
-    moments = [moment for crest in found for moment in _around_loss(work, common, held, crest, received)]
+        buffers += common.received * neighbours * max(0, facts.micro_batches - facts.pipeline) / facts.micro_batches
+    buffers += common.tables * len(held.layers)
+    moments = [moment for crest in found for moment in _around_loss(work, common, held, crest, buffers)]
+    if held.head and states.buffer_at_loss and not states.gathered_unit:
+        # In a step's first micro-batch, when the head's weights, which stay whole, have just come.
+        kept, at_loss = sum(held.layers) * block.kept + common.beside_logits, buffers + states.buffer_at_loss
+        moments.append((0.0, float(states.gathered_at_loss), kept, common.logits, at_loss))
     spare = float((len(held.layers) - 1) * states.gathered_unit)
-    received += (len(held.layers) - 1) * states.reducing
-    return (*moments, *_in_block(states.gradients, states.gathered_last + spare, block.kept, received, block, states))
+    buffers += (len(held.layers) - 1) * states.reducing
+    last = states.gathered_last + spare
+    whole = 0.0 if work.offload else float(states.gradients - states.ends_summed)
+    moments.append((whole, 0.0, 0.0, 0.0, buffers + states.transient_ends))
+    # A last block's own gradients are not kept yet; the embedding comes after it.
+    gradients = 0.0 if work.offload else max(0.0, float(states.gradients - states.last_gradients))
+    return (*moments, *_in_block(gradients, last, block.kept, buffers, block, states))
 
 
-def _around_loss(work: Work, common: _Common, held: _Held, crest: Crest, received: float) -> tuple[Instant, ...]:
-    """The loss, start and end of the first block's backward after it, and the start of the second's, while most is
+def _around_loss(work: Work, common: _Common, held: _Held, crest: Crest, buffers: float) -> tuple[Instant, ...]:
+    """The loss, the head's gradients, the first block's backward after it, and the start of the second's, while most is
     kept of the time in which the same stages have gradients."""
     states, block = held.states, common.block
     started, others = any(crest.begun), len(held.layers) - 1
@@ -187,30 +221,50 @@ def _around_loss(work: Work, common: _Common, held: _Held, crest: Crest, receive
     kept = _bytes_of(crest.kept, common, held)
     # Each further stage of a rank keeps the last buffers that its own units were gathered and reduced in; in a pipeline
     # the last gradients of earlier micro-batches are still being reduced.
-    received += others * (states.reducing if started else 0)
+    buffers += others * (states.reducing if started else 0)
     spare = float(others * states.gathered_unit)
     reducing = states.reducing if started and work.parallel.pipeline > 1 else 0.0
-    # In front of the first block it is the head's gradients that are being reduced.
-    first = float(states.reducing_head) if held.head else reducing
-    at_loss = received + reducing + (states.buffer_at_loss if held.head else 0.0)
     gathered = states.gathered + spare
-    return (
-        (gradients, states.gathered_at_loss + spare, kept, common.logits if held.head else 0.0, at_loss),
-        (gradients, gathered, kept + block.working, 0.0, received + first),
-        *_in_block(gradients, gathered, kept, received, block, states)[1:],
-        (gradients, gathered, kept - block.kept + block.working, 0.0, received + states.reducing),
+    weights = min(block.weight_gradients, states.weight_gradients)
+    loss = (gradients, states.gathered_at_loss + spare, kept + common.beside_logits, common.logits)
+    if held.head:
+        gathered -= states.ends_weights
+        gradients += 0.0 if work.offload else states.ends_gradients
+    # In front of the first block it is the head's gradients that are being reduced.
+    first = (float(states.reducing_head) if held.head else reducing) + weights
+    at_end = _in_block(gradients, gathered, kept, buffers, block, states)[1:]
+    # Gradients that were added up are summed over the ranks in the last micro-batch, with which a pipeline is almost
+    # empty.
+    summed_last = bool(states.summed_gradients) and work.parallel.pipeline > 1
+    second = gathered - states.block_weights, kept - block.kept + block.working
+    moments = (
+        (gradients, gathered, kept + block.working, 0.0, buffers + first),
+        *(at_end[:1] if summed_last else at_end),
+        (gradients, *second, 0.0, buffers + states.reducing + weights),
     )
+    if not held.head:
+        return moments
+    at_loss = (*loss, buffers + reducing + (states.buffer_at_loss if states.gathered_unit else 0.0))
+    if summed_last:
+        return (at_loss, *moments)
+    summed = 0.0 if work.offload else max(0.0, gradients - states.ends_summed)
+    return (at_loss, (summed, gathered, kept + block.handed_on, 0.0, buffers + states.transient_ends), *moments)
 
 
 def _in_block(
-    gradients: float, gathered: float, kept: float, received: float, block: BlockActivations, states: StateMemory
-) -> tuple[Instant, Instant]:
-    """A block's backward: at its start everything that was recomputed is there, at its end all its gradients are, and
-    nothing of what it kept."""
-    return (
-        (gradients, gathered, kept + block.working, 0.0, received + states.reducing),
-        (gradients, gathered, kept - block.kept, 0.0, received + states.transient_gradients),
+    gradients: float, gathered: float, kept: float, buffers: float, block: BlockActivations, states: StateMemory
+) -> tuple[Instant, ...]:
+    """A block's backward: where most of it is there at once; at its end, when all its gradients are and nothing of what
+    it kept; and while these are summed, where that takes buffers of its own."""
+    weights, after = min(block.weight_gradients, states.weight_gradients), kept - block.kept + block.handed_on
+    moments = (
+        (gradients, gathered, kept + block.working, 0.0, buffers + states.reducing + weights),
+        (gradients, gathered, after, 0.0, buffers + states.transient_gradients),
     )
+    if not states.summed_alone:
+        return moments
+    left = max(0.0, gradients - states.summed_gradients), max(0.0, gathered - states.summed_weights)
+    return (*moments, (*left, after, 0.0, buffers + states.summed_alone))
 
 
 def checkpoint_bytes(config: RunConfig, profile: SystemProfile) -> int:

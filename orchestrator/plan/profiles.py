@@ -55,6 +55,7 @@ OURS = SystemProfile(
     source="orchestrator/engine: FSDP2 and replicate over FP32 parameters, fused AdamW, SDPA, loss in chunks",
     loss_in_chunks=True,
     stops_recomputing_early=True,
+    casts_block_inputs=True,
 )
 
 PROFILES: Mapping[str, SystemProfile] = {OURS.name: OURS, **PUBLISHED}

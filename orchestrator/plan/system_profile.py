@@ -94,6 +94,8 @@ class SystemProfile:
     source: str
     stops_recomputing_early: bool = False
     """Whether a block is recomputed only as far as its backward pass needs: not its last product."""
+    casts_block_inputs: bool = False
+    """Whether every block casts the rotary tables that it is given to the compute type, and keeps them (FSDP2)."""
     loss_in_chunks: bool = False
     """Whether the loss is computed with its gradient in the head's forward pass, a chunk of tokens at a time, in place
     of `logit_bytes` (`loss_chunks.py`)."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from models.spec import parameter_specs
 from orchestrator.config.schema import RunConfig
-from orchestrator.plan.activations import block_activations, logits_bytes
+from orchestrator.plan.activations import block_activations, head_activations, logits_bytes
 from orchestrator.plan.facts import derive
 from orchestrator.plan.make import make_plan, parallel_facts
 from orchestrator.plan.memory import checkpoint_bytes, memories_of, rank_memories
@@ -70,22 +70,25 @@ def test_each_zero_stage_shares_what_the_engine_shares_while_it_accumulates(
 
 BLOCK_7B = 202383360
 """Elements of one block of LLaMA-7B, its largest unit."""
+HEAD_7B = 32000 * 4096 + 4096
+"""Of its head and final norm."""
 
 
 @pytest.mark.parametrize("stage, elements", [
-    (0, PARAMETERS_7B), (1, PARAMETERS_7B), (2, PARAMETERS_7B), (3, 2 * BLOCK_7B),
+    (0, PARAMETERS_7B - BLOCK_7B - HEAD_7B), (1, PARAMETERS_7B), (2, PARAMETERS_7B), (3, 2 * BLOCK_7B),
 ])  # fmt: skip
 def test_copies_for_computing_stay_from_forward_to_backward_except_in_stage_3(stage: int, elements: int) -> None:
+    """Stage 0 needs most while a block's gradients are summed, when its copy and the head's have been given back."""
     keeps_much = {"activation_checkpointing": "none"}
     (rank,) = memories(plan_of(parallel={"data": 8, "zero_stage": stage}, training=keeps_much))
     assert rank.gathered_bytes == 2 * elements
 
 
-def test_two_units_are_left_of_the_copies_when_all_gradients_exist() -> None:
-    """With full recomputation replicated states peak at the end of the last backward pass, not at its beginning."""
+def test_the_embeddings_copy_is_left_while_the_last_blocks_gradients_are_summed() -> None:
+    """With full recomputation replicated states peak then, when the gradients of all blocks before it exist."""
     (rank,) = memories(plan_of(parallel={"data": 8}, training={"activation_checkpointing": "full"}))
-    assert rank.gathered_bytes == 2 * 2 * BLOCK_7B
-    assert rank.gradients_bytes == 4 * PARAMETERS_7B
+    assert rank.gathered_bytes == 2 * HEAD_7B
+    assert rank.gradients_bytes == 4 * (PARAMETERS_7B - BLOCK_7B - HEAD_7B)
 
 
 @pytest.mark.parametrize("zero_group", [2, 4, 8])
@@ -214,34 +217,45 @@ def test_more_recomputation_keeps_less_and_the_whole_block_is_worked_on_again() 
         working.append(block.working)
     assert kept == sorted(kept, reverse=True) and kept[0] > kept[1] > kept[2]
     assert working == sorted(working)
-    stream = 4096 * 4096 * 2
-    assert kept[2] == stream
+    stream, tables = 4096 * 4096 * 2, 4096 * 128 * 2
+    assert kept[2] == stream + tables
 
 
 @pytest.mark.parametrize("tensor", [2, 4, 8])
 def test_sequence_parallelism_cuts_the_stream_that_tensor_parallelism_leaves_whole(tensor: int) -> None:
     def kept(split: bool) -> float:
         parallel = {"tensor": tensor, "data": 8 // tensor, "sequence_parallel": split}
-        return block_activations(work(plan_of(parallel=parallel)), BARE).kept
+        return block_activations(work(plan_of(parallel=parallel)), replace(BARE, casts_block_inputs=False)).kept
 
     assert kept(split=True) * tensor == pytest.approx(kept(split=False))
 
 
 def test_only_the_rank_with_the_head_has_logits() -> None:
     config = cases.config(
-        cases.LLAMA_7B, parallel={"pipeline": 4, "data": 2}, training={"activation_checkpointing": "full"}
+        cases.LLAMA_7B,
+        parallel={"pipeline": 4, "data": 2, "zero_stage": 2},
+        training={"activation_checkpointing": "full"},
     )
     wide = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": 512000})})
     logits = [rank.logits_bytes or 0 for rank in memories(wide)]
     assert logits[:-1] == [0, 0, 0]
-    # Logits once in FP32 and once in BF16; the norm keeps its input and its output, and the output has a gradient.
-    assert logits[-1] == 4096 * (512000 * (4 + 2) + 4096 * (2 + 2 + 2))
+    # Logits once in FP32 and once in BF16.
+    assert logits[-1] == 4096 * 512000 * (4 + 2)
+
+
+@pytest.mark.parametrize("tensor", [1, 8])
+def test_the_head_holds_its_norms_input_and_output_and_the_outputs_gradient(tensor: int) -> None:
+    parallel = {"data": 8 // tensor, "tensor": tensor, "sequence_parallel": tensor > 1}
+    stream = 4096 * 4096 * 2
+    # With sequence parallelism the norm works on a part, and its output is put together.
+    put_together = stream if tensor > 1 else 0
+    held = head_activations(work(plan_of(parallel=parallel)), OURS)
+    assert held == 2 * stream / tensor + put_together + stream
 
 
 def test_the_loss_of_a_long_micro_batch_is_computed_in_chunks_and_needs_the_memory_of_one() -> None:
     def logits(sequence: int) -> int:
-        stream = sequence * 4096 * (2 + 2 + 2)
-        return round(logits_bytes(work(plan_of(training={"sequence_length": sequence})), OURS) - stream)
+        return round(logits_bytes(work(plan_of(training={"sequence_length": sequence})), OURS))
 
     # One chunk up to 4,096 tokens of this width; then chunks of 2,048 beside the weight's gradient in FP32.
     assert logits(2048) * 2 == logits(4096) == 4096 * 32000 * 6
@@ -251,7 +265,8 @@ def test_the_loss_of_a_long_micro_batch_is_computed_in_chunks_and_needs_the_memo
 def test_micro_batches_that_wait_for_their_backward_pass_keep_hidden_states_and_no_logits() -> None:
     def last(schedule: str) -> int:
         parallel = {"pipeline": 4, "data": 2, "schedule": schedule}
-        return round(logits_bytes(work(plan_of(parallel=parallel, training={"global_batch_size": 16})), OURS))
+        last_stage = work(plan_of(parallel=parallel, training={"global_batch_size": 16}))
+        return round(logits_bytes(last_stage, OURS) + head_activations(last_stage, OURS))
 
     assert last("gpipe") - last("1f1b") == 7 * 4096 * 4096 * 4
 
