@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from orchestrator.config.schema import ParallelConfig, RunConfig
 from orchestrator.errors import Problem
+from orchestrator.plan.bounds import Bounds
 from orchestrator.plan.engine_rules import engine_problems
 from orchestrator.plan.evaluate import Evaluator
 from orchestrator.plan.facts import derive
 from orchestrator.plan.inventory import take_inventory
 from orchestrator.plan.run_plan import RunPlan
-from orchestrator.plan.search import best_course, search
+from orchestrator.plan.search import fits_somehow, search
 from orchestrator.plan.search_space import Candidate, asked_for, micro_batch_sizes, overrides, schedules, splits
 from orchestrator.plan.validate import rules
 
@@ -138,12 +139,12 @@ def no_plan_fits(config: RunConfig, nodes: int | None) -> Problem:
 
 def _some_plan_fits(config: RunConfig) -> bool:
     """Whether any plan fits without states on the host; the most sharded splits are tried first."""
-    evaluate = Evaluator(config)
+    bounds = Bounds(Evaluator(config))
     kept = sorted(
         (split for split in splits(config) if not split.offload),
         key=lambda split: (-split.zero_stage, -split.zero_group, -split.tensor * split.pipeline),
     )
-    return any(best_course(evaluate, split, first_fit=True) is not None for split in kept)
+    return any(fits_somehow(bounds, split) for split in kept)
 
 
 def _states_need(config: RunConfig) -> int:

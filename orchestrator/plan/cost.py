@@ -34,13 +34,20 @@ def step_time(config: RunConfig, parallel: ParallelFacts, profile: SystemProfile
     return _time_plan(config, work, device, step_seconds(work, profile, device)), traffic_plan(work, profile)
 
 
+def model_share(work: Work, device: Device, step_seconds: float) -> float | None:
+    """MFU: model FLOP/s of a step over the peak of the precision (0 to 1); None when the peak is not known."""
+    if device.peak_flops is None:
+        return None
+    rate = work.tokens_per_step / step_seconds / work.parallel.world_size
+    return rate * work.architecture.flops_per_token(work.seen) / device.peak_flops
+
+
 def _time_plan(config: RunConfig, work: Work, device: Device, seconds: StepSeconds | None) -> TimePlan:
-    if seconds is None or device.peak_flops is None:
+    if seconds is None:
         return TimePlan()
     step, ranks = seconds.step, work.parallel.world_size
     rate = work.tokens_per_step / step
     steps = steps_of(config.training)
-    flops = work.architecture.flops_per_token(work.seen)
     return TimePlan(
         step_seconds=step,
         compute_seconds=seconds.compute,
@@ -54,7 +61,7 @@ def _time_plan(config: RunConfig, work: Work, device: Device, seconds: StepSecon
         overlapped_seconds=seconds.overlapped,
         tokens_per_second=rate,
         tokens_per_second_per_gpu=rate / ranks,
-        mfu=rate / ranks * flops / device.peak_flops,
+        mfu=model_share(work, device, step),
         bubble_fraction=seconds.bubble_fraction,
         days=None if steps is None else steps * step / _SECONDS_A_DAY,
     )

@@ -30,6 +30,11 @@ class Device:
     age_months: float = 48.0
     """Months since this kind of GPU came out, at the time of the software; libraries mature slowly."""
 
+    @property
+    def computes(self) -> bool:
+        """Whether every rate is known that computation is timed with."""
+        return None not in (self.peak_flops, self.attention_flops, self.memory_rate)
+
 
 def compute_precision(precision: str) -> str:
     """Type in which matrix products compute: `fp32`, `bf16` or `fp16`."""

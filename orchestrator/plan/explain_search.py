@@ -1,7 +1,7 @@
 """What a search found, as a table that a person reads and as JSON that a program reads.
 
-Owns words and layout. The figures of the shown plans are those of `make_plan` for their configurations; the ranking is
-`search.py`'s. `--json` has every plan and every rejected split, the table the first of each.
+Owns words and layout. The figures are `evaluate.py`'s, equal to those of `make_plan`; the ranking is `search.py`'s.
+`--json` has every plan and every rejected split, the table the first of each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from orchestrator.plan.inventory import take_inventory
 from orchestrator.plan.make import make_plan
 from orchestrator.plan.run_plan import RunPlan
 from orchestrator.plan.search import Found, Ranked, Rejected
-from orchestrator.plan.search_space import Candidate, Split, asked_for, overrides
+from orchestrator.plan.search_space import Candidate, Split, overrides
 
 _SHOWN = 12
 """Plans in the table."""
@@ -78,16 +78,15 @@ def _table(config: RunConfig, ranked: tuple[Ranked, ...], width: int) -> Table:
     table.add_column("recompute" if wide else "rec.", no_wrap=True)
     if wide:
         table.add_column("schedule", no_wrap=True)
+    evaluate = Evaluator(config)
     for number, plan in enumerate(ranked, start=1):
         split, course = plan.candidate.split, plan.candidate.course
-        decided = make_plan(asked_for(config, plan.candidate))
-        mfu = decided.time.mfu
-        peak = decided.memory.peak_bytes if decided.memory else None
+        mfu = None if plan.step_seconds is None else evaluate.mfu(plan.candidate, plan.step_seconds)
         row = [
             str(number),
             duration(plan.step_seconds),
             "-" if mfu is None else f"{mfu:.0%}",
-            size(peak),
+            size(evaluate.peak_where_it_fits(plan.candidate)),
             str(split.tensor),
             str(split.pipeline),
             str(split.context),
@@ -155,7 +154,6 @@ def search_dict(config: RunConfig, found: Found) -> dict[str, Any]:
     tokens = config.training.global_batch_size * config.training.sequence_length
 
     def row(plan: Ranked) -> dict[str, Any]:
-        memories = evaluate.memories(plan.candidate)
         step = plan.step_seconds
         return {
             **_split_dict(plan.candidate.split),
@@ -165,7 +163,7 @@ def search_dict(config: RunConfig, found: Found) -> dict[str, Any]:
             "activation_checkpointing": plan.candidate.course.recompute,
             "step_seconds": step,
             "tokens_per_second": None if step is None else tokens / step,
-            "peak_bytes": max(memory.total_bytes or memory.persistent_bytes for memory in memories),
+            "peak_bytes": evaluate.peak_where_it_fits(plan.candidate),
             "overrides": list(overrides(config, plan.candidate)),
         }
 

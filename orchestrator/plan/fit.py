@@ -21,24 +21,26 @@ def categories(memory: RankMemory) -> dict[str, int]:
     return dict(sorted(((name, size) for name, size in sizes.items() if size), key=lambda item: -item[1]))
 
 
-def over_capacity(memory: MemoryPlan) -> tuple[RankMemory, int] | None:
-    """The fullest pipeline rank and its bytes, when it does not fit; None when every rank does.
+def need(memory: RankMemory) -> int:
+    """Bytes of a pipeline rank; of its model states alone where the total is not known: what does not hold those
+    certainly does not fit."""
+    return memory.total_bytes or memory.persistent_bytes
 
-    Where a total is not known, model states alone are compared: a plan whose states do not fit certainly does not.
-    """
-    needs = [(rank.total_bytes or rank.persistent_bytes, -rank.pipeline, rank) for rank in memory.pipeline_ranks]
-    need, _, rank = max(needs, key=lambda item: item[:2])
-    return (rank, need) if need > memory.capacity_bytes else None
+
+def over_capacity(memory: MemoryPlan) -> tuple[RankMemory, int] | None:
+    """The fullest pipeline rank and its bytes, when it does not fit; None when every rank does."""
+    fullest = max(memory.pipeline_ranks, key=lambda rank: (need(rank), -rank.pipeline))
+    return (fullest, need(fullest)) if need(fullest) > memory.capacity_bytes else None
 
 
 def gpu_shortage(memories: Sequence[RankMemory], capacity_bytes: int) -> tuple[float, str] | None:
     """(need / capacity, the sentence) of the fullest pipeline rank when it does not fit."""
-    need, negative = max((memory.total_bytes or memory.persistent_bytes, -memory.pipeline) for memory in memories)
-    if need <= capacity_bytes:
+    most, negative = max((need(memory), -memory.pipeline) for memory in memories)
+    if most <= capacity_bytes:
         return None
     return (
-        need / capacity_bytes,
-        f"pipeline rank {-negative} needs {gib(need)}, the card holds {gib(capacity_bytes)}",
+        most / capacity_bytes,
+        f"pipeline rank {-negative} needs {gib(most)}, the card holds {gib(capacity_bytes)}",
     )
 
 
@@ -58,14 +60,14 @@ def fit_problems(config: RunConfig, memory: MemoryPlan, remedy: Callable[[], str
     problems = []
     over = over_capacity(memory)
     if over is not None:
-        rank, need = over
+        rank, most = over
         parts = ", ".join(f"{name} {gib(size)}" for name, size in categories(rank).items())
         where = f"Pipeline rank {rank.pipeline}" if len(memory.pipeline_ranks) > 1 else "Each rank"
         what = "needs" if rank.total_bytes is not None else "needs, for model states alone,"
         problems.append(
             Problem(
                 "cluster.gpu.memory_gib",
-                f"{where} {what} {gib(need)} ({parts}); {config.cluster.gpu.name} holds {gib(memory.capacity_bytes)}.",
+                f"{where} {what} {gib(most)} ({parts}); {config.cluster.gpu.name} holds {gib(memory.capacity_bytes)}.",
                 remedy(),
             )
         )

@@ -6,6 +6,7 @@ Refuses nothing: a plan that does not fit is a finding of `fit.py`, not an error
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from orchestrator.config.schema import RunConfig
@@ -18,10 +19,11 @@ from orchestrator.plan.activations import (
 )
 from orchestrator.plan.architecture import architecture_of
 from orchestrator.plan.run_plan import ParallelFacts, RankMemory
+from orchestrator.plan.schedules import SPLIT_BACKWARDS
 from orchestrator.plan.stages import V_SHAPED, stages_of_rank
 from orchestrator.plan.states import Stages, StateMemory, held_stages, rank_elements, state_memory
 from orchestrator.plan.system_profile import SystemProfile
-from orchestrator.plan.timeline import Crest, Kept, highest_crests, peak_kept
+from orchestrator.plan.timeline import Crest, Kept, highest_crests, peak_kept, shape_of
 from orchestrator.plan.traffic import stream_bytes
 from orchestrator.plan.work import Work, moments_share, work_of
 
@@ -32,8 +34,8 @@ def rank_memories(config: RunConfig, parallel: ParallelFacts, profile: SystemPro
 
 
 @dataclass(frozen=True, slots=True)
-class _Common:
-    """What all ranks of a plan share."""
+class Common:
+    """What all ranks of a plan share; the same wherever its states are kept."""
 
     block: BlockActivations
     logits: float
@@ -50,7 +52,7 @@ class _Common:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class Held:
     """What follows from the stages that a rank holds, computed once for all ranks that hold alike ones."""
 
     states: StateMemory
@@ -70,18 +72,37 @@ class _Held:
 
 def memories_of(work: Work, profile: SystemProfile) -> tuple[RankMemory, ...]:
     """Memory of every pipeline rank of a plan."""
-    common = _common(work, profile, block_activations(work, profile))
-    held: dict[Stages, _Held] = {}
-    memories = []
+    common, held = common_of(work, profile), dict[Stages, Held]()
+    return tuple(
+        _rank_memory(work, profile, common, _held(work, profile, stages, held), rank)
+        for rank, stages in enumerate(held_stages(work.parallel))
+    )
+
+
+def decisive_memories(
+    work: Work, profile: SystemProfile, common: Common, held: dict[Stages, Held]
+) -> Iterator[RankMemory]:
+    """Memory of the pipeline ranks among which the fullest is, in order, each computed when it is asked for.
+
+    Of ranks that hold alike stages the first keeps most where a backward pass is whole: such schedules differ from rank
+    to rank in how far forwards are ahead of backwards, and the first is furthest. `held` is filled with what is
+    computed, for other plans with the same split of the states.
+    """
+    first_is_fullest = work.parallel.schedule not in SPLIT_BACKWARDS
+    seen: set[Stages] = set()
     for rank, stages in enumerate(held_stages(work.parallel)):
-        found = held.get(stages)
-        if found is None:
-            found = held[stages] = _hold(work, stages, rank_states(work, profile, stages))
-        memories.append(_rank_memory(work, profile, common, found, rank))
-    return tuple(memories)
+        if stages in seen and first_is_fullest:
+            continue
+        seen.add(stages)
+        yield _rank_memory(work, profile, common, _held(work, profile, stages, held), rank)
 
 
-def _common(work: Work, profile: SystemProfile, block: BlockActivations) -> _Common:
+def common_of(work: Work, profile: SystemProfile) -> Common:
+    """What all ranks of a plan share."""
+    return _common(work, profile, block_activations(work, profile))
+
+
+def _common(work: Work, profile: SystemProfile, block: BlockActivations) -> Common:
     boundary = received = inputs = 0.0
     if work.parallel.pipeline > 1:
         stream = stream_bytes(work) / (work.parallel.tensor if work.sequence_parallel else 1)
@@ -89,10 +110,17 @@ def _common(work: Work, profile: SystemProfile, block: BlockActivations) -> _Com
         if profile.receives_ahead:
             inputs, received = stream, stream * work.parallel.micro_batches
     head = head_activations(work, profile)
-    return _Common(block, logits_bytes(work, profile), head, boundary, inputs, received, table_bytes(work, profile))
+    return Common(block, logits_bytes(work, profile), head, boundary, inputs, received, table_bytes(work, profile))
 
 
-def _hold(work: Work, stages: Stages, states: StateMemory) -> _Held:
+def _held(work: Work, profile: SystemProfile, stages: Stages, held: dict[Stages, Held]) -> Held:
+    found = held.get(stages)
+    if found is None:
+        found = held[stages] = _hold(work, stages, rank_states(work, profile, stages))
+    return found
+
+
+def _hold(work: Work, stages: Stages, states: StateMemory) -> Held:
     facts = work.parallel
     elements = [rank_elements(work.architecture, (stage,), facts.tensor, facts.zero_group).whole for stage in stages]
     shares = tuple(each / max(1, sum(elements)) for each in elements)
@@ -101,7 +129,7 @@ def _hold(work: Work, stages: Stages, states: StateMemory) -> _Held:
     outputs = tuple(int(not last) for _, _, last in stages)
     inputs = tuple(int(count > 0 and not first) for count, first, _ in stages)
     neighbours = sum(int(not first) + int(not last) for _, first, last in stages)
-    return _Held(states, layers, shares, weights, outputs, inputs, any(stage[2] for stage in stages), neighbours)
+    return Held(states, layers, shares, weights, outputs, inputs, any(stage[2] for stage in stages), neighbours)
 
 
 def rank_states(work: Work, profile: SystemProfile, stages: Stages) -> StateMemory:
@@ -126,7 +154,7 @@ def rank_states(work: Work, profile: SystemProfile, stages: Stages) -> StateMemo
     )
 
 
-def _rank_memory(work: Work, profile: SystemProfile, common: _Common, held: _Held, rank: int) -> RankMemory:
+def _rank_memory(work: Work, profile: SystemProfile, common: Common, held: Held, rank: int) -> RankMemory:
     facts, states = work.parallel, held.states
     peak = max(_instants(work, common, held, rank), key=sum)
     gradients, gathered, activations, logits, buffers = map(round, peak)
@@ -154,18 +182,15 @@ def kept_activations(work: Work, profile: SystemProfile, block: BlockActivations
     return _kept(work, _common(work, profile, block), _hold(work, stages, rank_states(work, profile, stages)), rank)
 
 
-def _kept(work: Work, common: _Common, held: _Held, rank: int) -> float:
+def _kept(work: Work, common: Common, held: Held, rank: int) -> float:
     """Bytes that the micro-batches in flight keep on a pipeline rank, when it keeps most."""
     facts = work.parallel
     block = common.block
     share = 1.0 + block.deferred / block.kept if block.kept else 1.0
-    kept = peak_kept(
-        facts.schedule, facts.pipeline, facts.virtual_stages, facts.micro_batches, rank, held.weights, share
-    )
-    return _bytes_of(kept, common, held)
+    return _bytes_of(peak_kept(shape_of(facts), rank, held.weights, share), common, held)
 
 
-def _bytes_of(kept: tuple[Kept, ...], common: _Common, held: _Held) -> float:
+def _bytes_of(kept: tuple[Kept, ...], common: Common, held: Held) -> float:
     block, total = common.block, 0.0
     for stage, layers, sends, receives in zip(kept, held.layers, held.outputs, held.inputs, strict=True):
         count = stage.whole + stage.weights_only
@@ -178,14 +203,12 @@ Instant = tuple[float, float, float, float, float]
 """Bytes of gradients, gathered copies, activations, logits and buffers at one moment of a step."""
 
 
-def _instants(work: Work, common: _Common, held: _Held, rank: int) -> tuple[Instant, ...]:
+def _instants(work: Work, common: Common, held: Held, rank: int) -> tuple[Instant, ...]:
     """The moments that can be the peak: those around the loss and a first block's backward, once for each stage that
     begins to have gradients, and those of the last block's backward in the last micro-batch, when all exist."""
     facts, states, block = work.parallel, held.states, common.block
     share = 1.0 + block.deferred / block.kept if block.kept else 1.0
-    found = highest_crests(
-        facts.schedule, facts.pipeline, facts.virtual_stages, facts.micro_batches, rank, held.weights, share
-    )
+    found = highest_crests(shape_of(facts), rank, held.weights, share)
     # Stages of one rank that follow each other hand over without a buffer: those in the point of a V.
     neighbours = held.neighbours - 2 * int(facts.schedule in V_SHAPED and rank == facts.pipeline - 1)
     buffers = common.received * neighbours
@@ -209,7 +232,7 @@ def _instants(work: Work, common: _Common, held: _Held, rank: int) -> tuple[Inst
     return (*moments, *_in_block(gradients, last, block.kept, buffers, block, states))
 
 
-def _around_loss(work: Work, common: _Common, held: _Held, crest: Crest, buffers: float) -> tuple[Instant, ...]:
+def _around_loss(work: Work, common: Common, held: Held, crest: Crest, buffers: float) -> tuple[Instant, ...]:
     """The loss, the head's gradients, the first block's backward after it, and the start of the second's, while most is
     kept of the time in which the same stages have gradients."""
     states, block = held.states, common.block

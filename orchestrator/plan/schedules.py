@@ -38,6 +38,24 @@ class Action(NamedTuple):
 ActionList = tuple[Action, ...]
 
 
+class Shape(NamedTuple):
+    """A schedule and the sizes that its lists follow from; all have passed `validate/pipeline_rules.py`."""
+
+    schedule: str
+    pipeline: int
+    virtual_stages: int
+    micro_batches: int
+
+    def shorter(self, rounds: int) -> Shape:
+        """The same schedule with at most `rounds` rounds of micro-batches: with as many it takes the same course."""
+        if self.schedule.startswith("interleaved"):
+            whole = max(1, self.micro_batches // self.pipeline)
+            count = self.micro_batches // whole * min(whole, rounds)
+        else:
+            count = min(self.micro_batches, self.pipeline * rounds)
+        return self._replace(micro_batches=count)
+
+
 def _gpipe(rank: int, pipeline: int, virtual: int, micro_batches: int) -> Iterator[Action]:
     """All forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965)."""
     yield from (Action(rank, "F", number) for number in range(micro_batches))
@@ -241,15 +259,14 @@ _WRITERS: dict[str, Callable[[int, int, int, int], Iterator[Action]]] = {
 
 
 @lru_cache(maxsize=4096)
-def rank_actions(schedule: str, pipeline: int, virtual_stages: int, micro_batches: int, rank: int) -> ActionList:
+def rank_actions(shape: Shape, rank: int) -> ActionList:
     """What one pipeline rank computes, in order.
 
-    The arguments must have passed `validate/pipeline_rules.py`. The list has each (stage of the rank, micro-batch) once
-    as `F`, and once as `B` or as `I` and `W`.
+    The list has each (stage of the rank, micro-batch) once as `F`, and once as `B` or as `I` and `W`.
     """
-    return tuple(_WRITERS[schedule](rank, pipeline, virtual_stages, micro_batches))
+    return tuple(_WRITERS[shape.schedule](rank, shape.pipeline, shape.virtual_stages, shape.micro_batches))
 
 
-def action_lists(schedule: str, pipeline: int, virtual_stages: int, micro_batches: int) -> tuple[ActionList, ...]:
+def action_lists(shape: Shape) -> tuple[ActionList, ...]:
     """What every pipeline rank computes; index = pipeline rank."""
-    return tuple(rank_actions(schedule, pipeline, virtual_stages, micro_batches, rank) for rank in range(pipeline))
+    return tuple(rank_actions(shape, rank) for rank in range(shape.pipeline))

@@ -4,27 +4,20 @@ Owns the order of plans and the pruning that makes it fast; pruned and whole sea
 Each split of `search_space.py` is ranked with its best course. Time decides; plans within a thousandth of each other
 are tied and ordered by the article's rule: fewer moving parts, then tensor inside a node before pipeline and context;
 those that fill a card to the brim come last.
-Bytes and seconds of one candidate are `evaluate.py`; `auto.py` fills `parallel=auto` and `cluster.nodes=auto`.
+Bytes and seconds of one candidate are `evaluate.py`, the least that they can be `bounds.py`; `auto.py` fills
+`parallel=auto` and `cluster.nodes=auto`.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 
 from orchestrator.config.schema import RunConfig
+from orchestrator.plan.bounds import Bounds
 from orchestrator.plan.evaluate import Evaluator
-from orchestrator.plan.search_space import (
-    RECOMPUTE,
-    Candidate,
-    Course,
-    Split,
-    micro_batch_sizes,
-    recomputations,
-    schedules,
-    splits,
-)
+from orchestrator.plan.search_space import RECOMPUTE, Candidate, Split, schedules, splits
 
 TIE = 1e-3
 """Share of a step's time within which two plans count as equally fast: far below the time model's own error."""
@@ -123,7 +116,7 @@ def search(config: RunConfig, *, allowed: Callable[[Candidate], bool] = lambda _
     The model, the batch and the hardware of `config` must have passed `validate/`; its `parallel` section,
     `micro_batch_size` and `activation_checkpointing` are not looked at.
     """
-    evaluate = Evaluator(config)
+    bounds = Bounds(Evaluator(config))
     ranked: list[Ranked] = []
     rejected: list[Rejected] = []
     later: list[Split] = []
@@ -131,93 +124,64 @@ def search(config: RunConfig, *, allowed: Callable[[Candidate], bool] = lambda _
         if split.offload:
             later.append(split)
         else:
-            _judge(evaluate, split, allowed, ranked, rejected)
+            _judge(bounds, split, allowed, ranked, rejected)
     if not ranked:
         # States in host memory are the last resort: the same split is never slower with its states on the GPU.
         for split in later:
-            _judge(evaluate, split, allowed, ranked, rejected)
+            _judge(bounds, split, allowed, ranked, rejected)
     return Found(ordered(ranked), tuple(rejected))
 
 
 def _judge(
-    evaluate: Evaluator,
+    bounds: Bounds,
     split: Split,
     allowed: Callable[[Candidate], bool],
     ranked: list[Ranked],
     rejected: list[Rejected],
 ) -> None:
-    best = best_course(evaluate, split, allowed)
+    best = best_course(bounds, split, allowed)
     if best is None:
-        rejected.append(Rejected(split, reason(evaluate, split)))
+        rejected.append(Rejected(split, reason(bounds.evaluate, split)))
     else:
         ranked.append(best)
 
 
-def _courses(evaluate: Evaluator, split: Split, allowed: Callable[[Candidate], bool]) -> list[Course]:
-    """Every course that is allowed with some recomputation, written without."""
-    found = []
-    for size in micro_batch_sizes(evaluate.config, split):
-        for schedule, virtual in schedules(evaluate.config, split, evaluate.micro_batches(split, size)):
-            found.append(Course(schedule, virtual, size, "none"))
-    return [
-        course
-        for course in found
-        if any(allowed(Candidate(split, course.with_recompute(r))) for r in recomputations(course.schedule))
-    ]
+def best_course(bounds: Bounds, split: Split, allowed: Callable[[Candidate], bool] = lambda _: True) -> Ranked | None:
+    """The best course of a split; None when none fits.
 
-
-def best_course(
-    evaluate: Evaluator,
-    split: Split,
-    allowed: Callable[[Candidate], bool] = lambda _: True,
-    *,
-    first_fit: bool = False,
-) -> Ranked | None:
-    """The best course of a split, or with `first_fit` any that fits; None when none does.
-
-    Courses are taken in the order of the least time that they can need; the search ends when that exceeds what has been
-    reached.
+    Courses are tried in the order of the least time that they can need; the search ends when that exceeds what has been
+    reached. Of each, what is cheapest to know comes first: rank 0's memory at least, the time, the memory of all ranks.
     """
-    queue: list[tuple[float, int, int, Course]] = []
-    for index, course in enumerate(_courses(evaluate, split, allowed)):
-        _push(queue, evaluate, split, index, 0, course)
+    evaluate, slowest = bounds.evaluate, inf
     reached: list[Ranked] = []
-    fastest: float | None = None
-    while queue:
-        floor, index, level, course = heapq.heappop(queue)
-        if fastest is not None and floor > fastest * (1 + TIE):
+    for least_seconds, bounded in bounds.fastest_first(split):
+        if least_seconds > slowest:
             break
-        # More recomputation comes with its own, higher least time whatever becomes of this course: where traffic hides
-        # behind computation, more of that can be faster.
-        _push(queue, evaluate, split, index, level + 1, course)
-        candidate = Candidate(split, course)
-        if not allowed(candidate):
+        candidate = Candidate(split, bounded.course)
+        if not bounds.may_fit(split, bounded) or not allowed(candidate):
+            continue
+        passes = evaluate.passes(candidate)
+        if passes is not None and passes.total > slowest:
             continue
         seconds = evaluate.seconds(candidate)
-        slower = fastest is not None and seconds is not None and seconds > fastest * (1 + TIE)
-        if slower or evaluate.shortage(candidate) is not None:
+        if seconds is not None and seconds > slowest:
             continue
-        reached.append(Ranked(candidate, seconds, evaluate.tight(candidate)))
-        fastest = seconds if fastest is None or seconds is None else min(fastest, seconds)
-        if first_fit:
-            break
+        peak = evaluate.peak_where_it_fits(candidate)
+        if peak is None:
+            continue
+        reached.append(Ranked(candidate, seconds, evaluate.tight(peak)))
+        if seconds is not None:
+            slowest = min(slowest, seconds * (1 + TIE))
     return ordered(reached)[0] if reached else None
 
 
-def _push(
-    queue: list[tuple[float, int, int, Course]],
-    evaluate: Evaluator,
-    split: Split,
-    index: int,
-    level: int,
-    course: Course,
-) -> None:
-    """Queue a course with the least recomputation, from `level` on, with which it may fit; if there is any."""
-    levels = len(recomputations(course.schedule))
-    higher = evaluate.least_recompute(split, course, level) if level < levels else None
-    if higher is not None and higher < levels:
-        tried = course.with_recompute(RECOMPUTE[higher])
-        heapq.heappush(queue, (evaluate.floor_seconds(Candidate(split, tried)), index, higher, tried))
+def fits_somehow(bounds: Bounds, split: Split) -> bool:
+    """Whether any course of a split fits; the leanest are tried first."""
+    return any(
+        bounds.may_fit(split, bounded)
+        and bounds.evaluate.peak_where_it_fits(Candidate(split, bounded.course)) is not None
+        for bounded in sorted(bounds.courses(split), key=lambda bounded: bounded.activations)
+    )
 
 
 def reason(evaluate: Evaluator, split: Split) -> str:

@@ -37,6 +37,10 @@ def recomputations(schedule: Schedule) -> tuple[Recompute, ...]:
     return RECOMPUTE[:1] if schedule in SPLIT_BACKWARDS else RECOMPUTE
 
 
+Place = tuple[int, int, int, int]
+"""Tensor, pipeline, context and data degree: what splits share that differ only in where states are kept."""
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """How a model lies on the GPUs: what decides where ranks sit and what they keep."""
@@ -54,6 +58,11 @@ class Split:
     def world_size(self) -> int:
         """Ranks."""
         return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def place(self) -> Place:
+        """The degrees alone."""
+        return self.tensor, self.pipeline, self.context, self.data
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,10 @@ class Candidate:
 
     split: Split
     course: Course
+
+
+SIMPLEST = Candidate(Split(1, 1, 1, 1, 0, 1), Course("gpipe", 1, 1, "full"))
+"""One that every model and cluster has: for what no candidate differs in."""
 
 
 def tensor_degrees(config: RunConfig, inventory: Inventory) -> tuple[int, ...]:

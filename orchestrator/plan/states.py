@@ -106,11 +106,19 @@ def _held_stages(
     )
 
 
+def held_parts(stages: Stages) -> tuple[int, bool, bool]:
+    """(layers, whether the embedding, whether the head) of a pipeline rank that holds `stages`."""
+    return (
+        sum(layers for layers, _, _ in stages),
+        any(embedding for _, embedding, _ in stages),
+        any(head for _, _, head in stages),
+    )
+
+
 @lru_cache(maxsize=65536)
 def rank_elements(architecture: Architecture, stages: Stages, tensor: int, zero_group: int) -> StageElements:
     """Elements of a pipeline rank that holds `stages`. A rank that holds both ends keeps a tied matrix once."""
-    layers = sum(count for count, _, _ in stages)
-    first, last = any(stage[1] for stage in stages), any(stage[2] for stage in stages)
+    layers, first, last = held_parts(stages)
     ends = max(
         part_elements(architecture.embedding, tensor) if first else 0,
         part_elements(architecture.head, tensor) if last else 0,

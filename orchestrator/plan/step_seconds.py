@@ -21,9 +21,10 @@ from orchestrator.plan.constants import (
     Fitted,
 )
 from orchestrator.plan.device import Device
-from orchestrator.plan.states import StageElements, Stages, held_stages, rank_elements
+from orchestrator.plan.schedules import Shape
+from orchestrator.plan.states import StageElements, Stages, held_parts, held_stages, rank_elements
 from orchestrator.plan.system_profile import SystemProfile
-from orchestrator.plan.timeline import ActionSeconds, pipeline_timeline
+from orchestrator.plan.timeline import ActionSeconds, pipeline_timeline, shape_of
 from orchestrator.plan.traffic import (
     Transfer,
     boundary_bytes,
@@ -78,88 +79,135 @@ class Load:
         ends = int(self.embedding) + int(self.head)
         return self.layers + (1 if ends == 2 and tied else ends)
 
-    def seconds(self, block: Seconds, head: Seconds) -> Seconds:
-        """Computation of one micro-batch."""
-        heads = 1 if self.head else 0
-        return Seconds(
-            forward=self.layers * block.forward + heads * head.forward,
-            backward=self.layers * block.backward + heads * head.backward,
-            recomputed=self.layers * block.recomputed + heads * head.recomputed,
-        )
-
 
 def loads(work: Work) -> tuple[Load, ...]:
     """The load of every pipeline rank."""
-    facts, seen = work.parallel, dict[Stages, Load]()
-    return tuple(seen.get(stages) or _load(work, stages, seen) for stages in held_stages(facts))
+    ranks = held_stages(work.parallel)
+    unlike = {stages: _load(work, stages) for stages in dict.fromkeys(ranks)}
+    return tuple(unlike[stages] for stages in ranks)
 
 
-def _load(work: Work, stages: Stages, seen: dict[Stages, Load]) -> Load:
-    found = Load(
-        layers=sum(stage[0] for stage in stages),
-        embedding=any(stage[1] for stage in stages),
-        head=any(stage[2] for stage in stages),
-        elements=rank_elements(work.architecture, stages, work.parallel.tensor, work.parallel.zero_group),
-    )
-    seen[stages] = found
-    return found
+def _load(work: Work, stages: Stages) -> Load:
+    layers, embedding, head = held_parts(stages)
+    elements = rank_elements(work.architecture, stages, work.parallel.tensor, work.parallel.zero_group)
+    return Load(layers, embedding, head, elements)
 
 
 @lru_cache(maxsize=16384)
-def bubble_turns(schedule: str, pipeline: int, virtual_stages: int, micro_batches: int, backward_ratio: float) -> float:
+def bubble_turns(shape: Shape, backward_ratio: float) -> float:
     """Idle time of a pipeline rank, in units of what it computes for one micro-batch, from the schedule's action list.
 
     Stages are taken as equal; what the busiest has more than the others is in `compute`. `backward_ratio` is the time
     of a backward relative to a forward; half of it is for the weights.
     """
-    if pipeline == 1:
+    if shape.pipeline == 1:
         return 0.0
-    stages, half = pipeline * virtual_stages, backward_ratio / 2.0
+    stages, half = shape.pipeline * shape.virtual_stages, backward_ratio / 2.0
     seconds = ActionSeconds((1.0,) * stages, (half,) * stages, (half,) * stages)
-    timeline = pipeline_timeline(schedule, pipeline, virtual_stages, micro_batches, seconds)
-    return timeline.bubble_fraction * timeline.seconds / (virtual_stages * (1.0 + backward_ratio))
+    timeline = pipeline_timeline(shape, seconds)
+    return timeline.bubble_fraction * timeline.seconds / (shape.virtual_stages * (1.0 + backward_ratio))
 
 
 def step_seconds(work: Work, profile: SystemProfile, device: Device, fitted: Fitted = FITTED) -> StepSeconds | None:
     """The step of a plan on a device; None when the device lacks a rate that it needs."""
+    passes = pass_seconds(work, profile, device, fitted)
+    return None if passes is None else with_states(passes, work, profile, device, fitted)
+
+
+@dataclass(frozen=True, slots=True)
+class PassSeconds:
+    """Exposed seconds of a step's forward and backward passes: what does not depend on where the states are kept."""
+
+    compute: float
+    tensor: float
+    pipeline: float
+    bubble: float
+    context: float
+    overlapped: float
+    late: float
+    """What waiting for the slowest of all nodes multiplies each time by."""
+    busiest: Stages
+    """Stages of the pipeline rank that computes longest."""
+    turn: Seconds
+    """Its computation of one micro-batch."""
+
+    @property
+    def total(self) -> float:
+        """All of them: a step's least."""
+        return self.compute + self.bubble + self.tensor + self.pipeline + self.context
+
+
+def pass_seconds(work: Work, profile: SystemProfile, device: Device, fitted: Fitted) -> PassSeconds | None:
+    """The passes of a plan's step; None when the device lacks a rate that they need."""
     if device.peak_flops is None or device.memory_rate is None or device.attention_flops is None:
         return None
     facts, count = work.parallel, work.parallel.micro_batches
     block, head = block_seconds(work, profile, device, fitted), head_seconds(work, device, fitted)
-    ranks = loads(work)
-    # Alike ranks share one load, which is computed once.
-    turns = {load: load.seconds(block, head) for load in dict.fromkeys(ranks)}
-    load, turn = max(turns.items(), key=lambda item: item[1].total)
-    mean = sum(turns[load].total for load in ranks) / len(ranks)
+    ranks = held_stages(facts)
+    # Ranks that hold alike stages compute alike.
+    turns = {stages: _turn(stages, block, head) for stages in dict.fromkeys(ranks)}
+    busiest, turn = max(turns.items(), key=lambda item: item[1].total)
+    mean = sum(turns[stages].total for stages in ranks) / len(ranks)
 
-    ends = int(load.embedding) + int(load.head)
-    of_loss = loss_transfers(work, profile) if load.head else ()
-    tensor = _collectives((*tensor_transfers(work, profile, load.layers, ends), *of_loss), device, fitted)
-    context = _collectives(context_transfers(work, load.layers), device, fitted)
+    layers, embedding, holds_head = held_parts(busiest)
+    of_loss = loss_transfers(work, profile) if holds_head else ()
+    ends = int(embedding) + int(holds_head)
+    tensor = _collectives((*tensor_transfers(work, profile, layers, ends), *of_loss), device, fitted)
+    context = _collectives(context_transfers(work, layers), device, fitted)
     boundary = _boundary_seconds(work, profile, device, fitted)
-    data = _data_seconds(work, profile, device, fitted, load, turn)
-    offload = _offload_seconds(work, profile, device, load.elements, turn)
-    if tensor is None or context is None or boundary is None or data is None or offload is None:
+    if tensor is None or context is None or boundary is None:
         return None
     tensor_exposed = tensor * (1.0 - fitted.tensor_hidden) if profile.overlaps_tensor else tensor
     context_exposed = context * fitted.context_exposed if profile.overlaps_context else context
     ratio = round(2 * (turn.backward + turn.recomputed) / turn.forward) / 2 if turn.forward else 2.0
-    idle = bubble_turns(facts.schedule, facts.pipeline, facts.virtual_stages, count, ratio)
+    idle = bubble_turns(shape_of(facts), ratio)
     pipeline = boundary * fitted.pipeline_exposed
     # Stragglers delay whatever waits for other nodes, which is the whole step.
     nodes = -(-facts.world_size // device.gpus_per_node)
     late = 1.0 + fitted.jitter * log2(nodes)
-    hidden = tensor - tensor_exposed + context - context_exposed + boundary - pipeline
-    return StepSeconds(
+    return PassSeconds(
         compute=turn.total * count * late,
         tensor=tensor_exposed * late,
         pipeline=pipeline * late,
         bubble=idle * (mean + (tensor_exposed + context_exposed) / count) * late,
         context=context_exposed * late,
-        data=data[0] * late,
+        overlapped=tensor - tensor_exposed + context - context_exposed + boundary - pipeline,
+        late=late,
+        busiest=busiest,
+        turn=turn,
+    )
+
+
+def with_states(
+    passes: PassSeconds, work: Work, profile: SystemProfile, device: Device, fitted: Fitted
+) -> StepSeconds | None:
+    """The passes with moving, reducing and updating the states; None when the device lacks a rate for that."""
+    load = _load(work, passes.busiest)
+    data = _data_seconds(work, profile, device, fitted, load, passes.turn)
+    offload = _offload_seconds(work, profile, device, load.elements, passes.turn)
+    if data is None or offload is None or device.memory_rate is None:
+        return None
+    return StepSeconds(
+        compute=passes.compute,
+        tensor=passes.tensor,
+        pipeline=passes.pipeline,
+        bubble=passes.bubble,
+        context=passes.context,
+        data=data[0] * passes.late,
         optimizer=_optimizer_seconds(work, profile, device.memory_rate, load.elements, fitted),
         offload=offload[0],
-        overlapped=hidden + data[1] + offload[1],
+        overlapped=passes.overlapped + data[1] + offload[1],
+    )
+
+
+def _turn(stages: Stages, block: Seconds, head: Seconds) -> Seconds:
+    """Computation of one micro-batch on a pipeline rank."""
+    layers, _, holds_head = held_parts(stages)
+    heads = 1 if holds_head else 0
+    return Seconds(
+        forward=layers * block.forward + heads * head.forward,
+        backward=layers * block.backward + heads * head.backward,
+        recomputed=layers * block.recomputed + heads * head.recomputed,
     )
 
 

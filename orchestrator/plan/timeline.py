@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from orchestrator.plan.schedules import SPLIT_BACKWARDS, ActionList, action_lists, rank_actions
+from orchestrator.plan.run_plan import ParallelFacts
+from orchestrator.plan.schedules import SPLIT_BACKWARDS, ActionList, Shape, action_lists, rank_actions
 from orchestrator.plan.stages import stages_of_rank
 
 _SETTLING_ROUNDS = 4
@@ -58,6 +59,11 @@ class Kept:
     """Forward done, backward not begun."""
     weights_only: int
     """Input gradients done, weight gradients not: what those need is still kept."""
+
+
+def shape_of(parallel: ParallelFacts) -> Shape:
+    """The schedule of a plan with its sizes."""
+    return Shape(parallel.schedule, parallel.pipeline, parallel.virtual_stages, parallel.micro_batches)
 
 
 def simulate(lists: Sequence[ActionList], seconds: ActionSeconds) -> Timeline:
@@ -108,87 +114,48 @@ def simulate(lists: Sequence[ActionList], seconds: ActionSeconds) -> Timeline:
     return Timeline(max(clock), tuple(busy))
 
 
-def _shorter(schedule: str, pipeline: int, micro_batches: int, rounds: int) -> int:
-    """At most `rounds` rounds of micro-batches with which the schedule takes the same course."""
-    if schedule.startswith("interleaved"):
-        whole = max(1, micro_batches // pipeline)
-        return micro_batches // whole * min(whole, rounds)
-    return min(micro_batches, pipeline * rounds)
-
-
 def _alike(seconds: ActionSeconds) -> bool:
     """Whether all stages take equally long and nothing is lost between them."""
     columns = (seconds.forward, seconds.backward_inputs, seconds.backward_weights)
     return seconds.hop == 0 and all(len(set(column)) == 1 for column in columns)
 
 
-def _alike_timeline(
-    schedule: str, pipeline: int, virtual_stages: int, micro_batches: int, seconds: ActionSeconds
-) -> Timeline:
+def _alike_timeline(shape: Shape, seconds: ActionSeconds) -> Timeline:
     """Exact for stages that are alike: each rank computes m turns and, in plain schedules, waits (p - 1) / v turns."""
+    schedule, pipeline, virtual_stages, micro_batches = shape
     turn = virtual_stages * (seconds.forward[0] + seconds.backward_inputs[0] + seconds.backward_weights[0])
     busy = (micro_batches * turn,) * pipeline
     if schedule in ("gpipe", "1f1b") or (schedule == "interleaved_1f1b" and micro_batches % pipeline == 0):
         return Timeline((micro_batches + (pipeline - 1) / virtual_stages) * turn, busy)
-    near = _shorter(schedule, pipeline, micro_batches, 1 if schedule.startswith("interleaved") else _ALIKE_ROUNDS)
-    reached = _simulated(schedule, pipeline, virtual_stages, near, seconds)
-    return Timeline(reached.seconds + (micro_batches - near) * turn, busy)
+    near = shape.shorter(1 if schedule.startswith("interleaved") else _ALIKE_ROUNDS)
+    return Timeline(_simulated(near, seconds).seconds + (micro_batches - near.micro_batches) * turn, busy)
 
 
 @lru_cache(maxsize=16384)
-def _simulated(
-    schedule: str, pipeline: int, virtual_stages: int, micro_batches: int, seconds: ActionSeconds
-) -> Timeline:
-    return simulate(action_lists(schedule, pipeline, virtual_stages, micro_batches), seconds)
+def _simulated(shape: Shape, seconds: ActionSeconds) -> Timeline:
+    return simulate(action_lists(shape), seconds)
 
 
 @lru_cache(maxsize=16384)
-def pipeline_timeline(
-    schedule: str, pipeline: int, virtual_stages: int, micro_batches: int, seconds: ActionSeconds
-) -> Timeline:
+def pipeline_timeline(shape: Shape, seconds: ActionSeconds) -> Timeline:
     """The timeline of a schedule; its cost does not grow with the number of micro-batches.
 
     Beyond a few rounds it continues with what the last round added: exact with like stages and for GPipe, 1F1B and the
     interleaved schedules; V-shaped schedules over unlike stages settle late and may be off by about 1 %.
     """
     if _alike(seconds):
-        return _alike_timeline(schedule, pipeline, virtual_stages, micro_batches, seconds)
-    near = _shorter(schedule, pipeline, micro_batches, 2 * _SETTLING_ROUNDS)
-    reached = _simulated(schedule, pipeline, virtual_stages, near, seconds)
-    if near == micro_batches:
+        return _alike_timeline(shape, seconds)
+    near = shape.shorter(2 * _SETTLING_ROUNDS)
+    reached = _simulated(near, seconds)
+    if near == shape:
         return reached
-    less = _shorter(schedule, pipeline, micro_batches, 2 * _SETTLING_ROUNDS - 1)
-    before = _simulated(schedule, pipeline, virtual_stages, less, seconds)
-    times = (micro_batches - near) / (near - less)
+    less = shape.shorter(2 * _SETTLING_ROUNDS - 1)
+    before = _simulated(less, seconds)
+    times = (shape.micro_batches - near.micro_batches) / (near.micro_batches - less.micro_batches)
     return Timeline(
         reached.seconds + times * (reached.seconds - before.seconds),
         tuple(now + times * (now - then) for now, then in zip(reached.busy_seconds, before.busy_seconds, strict=True)),
     )
-
-
-def peak_kept(
-    schedule: str,
-    pipeline: int,
-    virtual_stages: int,
-    micro_batches: int,
-    rank: int,
-    stage_weights: tuple[float, ...],
-    weights_only_share: float = 1.0,
-) -> tuple[Kept, ...]:
-    """What each stage of a rank keeps at the instant at which most is kept, stages ascending.
-
-    `stage_weights` is what one micro-batch keeps in each of the rank's stages (bytes, or layers); a micro-batch that
-    only waits for its weight gradients counts `weights_only_share` of that, which may be more than all of it.
-    """
-    if schedule == "gpipe" or pipeline == 1:
-        # All forwards come first, so all are kept; without a pipeline one micro-batch is done before the next begins.
-        return (Kept(micro_batches if pipeline > 1 else 1, 0),) * virtual_stages
-    if schedule == "1f1b":
-        return (Kept(min(micro_batches, pipeline - rank), 0),)
-    count = _shorter(schedule, pipeline, micro_batches, _KEPT_ROUNDS)
-    share = weights_only_share if schedule in SPLIT_BACKWARDS else 1.0  # more plans share what is kept of a walk
-    found = _crests(schedule, pipeline, virtual_stages, count, rank, stage_weights, share)
-    return max(found, key=lambda crest: crest.weight).kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,41 +169,39 @@ class Crest:
     """What that comes to in the unit of the stages' weights."""
 
 
+def peak_kept(
+    shape: Shape, rank: int, stage_weights: tuple[float, ...], weights_only_share: float = 1.0
+) -> tuple[Kept, ...]:
+    """What each stage of a rank keeps at the instant at which most is kept, stages ascending.
+
+    `stage_weights` is what one micro-batch keeps in each of the rank's stages (bytes, or layers); a micro-batch that
+    only waits for its weight gradients counts `weights_only_share` of that, which may be more than all of it.
+    """
+    return max(crests(shape, rank, stage_weights, weights_only_share), key=lambda crest: crest.weight).kept
+
+
 def crests(
-    schedule: str,
-    pipeline: int,
-    virtual_stages: int,
-    micro_batches: int,
-    rank: int,
-    stage_weights: tuple[float, ...],
-    weights_only_share: float = 1.0,
+    shape: Shape, rank: int, stage_weights: tuple[float, ...], weights_only_share: float = 1.0
 ) -> tuple[Crest, ...]:
     """What a rank keeps at most before its first backward pass and, stage by stage, after it, in order of time.
 
     A micro-batch counts until its backward pass is done. Arguments as for `peak_kept`.
     """
-    if schedule in ("gpipe", "1f1b") or pipeline == 1:
-        return _crests_of_one_stage(schedule, pipeline, virtual_stages, micro_batches, rank)
-    count = _shorter(schedule, pipeline, micro_batches, _KEPT_ROUNDS)
-    share = weights_only_share if schedule in SPLIT_BACKWARDS else 1.0
-    return _crests(schedule, pipeline, virtual_stages, count, rank, stage_weights, share)
+    if shape.schedule in ("gpipe", "1f1b") or shape.pipeline == 1:
+        return _crests_of_one_stage(shape, rank)
+    # More plans share what is kept of a walk when what does not count is always 1.
+    share = weights_only_share if shape.schedule in SPLIT_BACKWARDS else 1.0
+    return _crests(shape.shorter(_KEPT_ROUNDS), rank, stage_weights, share)
 
 
 @lru_cache(maxsize=65536)
-def _crests(
-    schedule: str,
-    pipeline: int,
-    virtual_stages: int,
-    micro_batches: int,
-    rank: int,
-    stage_weights: tuple[float, ...],
-    weights_only_share: float,
-) -> tuple[Crest, ...]:
-    place = {stage: at for at, stage in enumerate(stages_of_rank(rank, pipeline, virtual_stages, schedule))}
+def _crests(shape: Shape, rank: int, stage_weights: tuple[float, ...], weights_only_share: float) -> tuple[Crest, ...]:
+    virtual_stages = shape.virtual_stages
+    place = {stage: at for at, stage in enumerate(stages_of_rank(rank, shape.pipeline, virtual_stages, shape.schedule))}
     whole, rest, begun = [0] * virtual_stages, [0] * virtual_stages, [False] * virtual_stages
     found: list[tuple[tuple[bool, ...], tuple[int, ...], tuple[int, ...], float]] = []
     weight, most = 0.0, -1.0
-    for stage, kind, _, _ in rank_actions(schedule, pipeline, virtual_stages, micro_batches, rank):
+    for stage, kind, _, _ in rank_actions(shape, rank):
         at = place[stage]
         if kind == "F":
             whole[at] += 1
@@ -262,36 +227,30 @@ def _crests(
 
 @lru_cache(maxsize=65536)
 def highest_crests(
-    schedule: str,
-    pipeline: int,
-    virtual_stages: int,
-    micro_batches: int,
-    rank: int,
-    stage_weights: tuple[float, ...],
-    weights_only_share: float = 1.0,
+    shape: Shape, rank: int, stage_weights: tuple[float, ...], weights_only_share: float = 1.0
 ) -> tuple[Crest, ...]:
     """Those of `crests` that can be where a rank holds most: without one after which as much is kept and more stages
     have gradients."""
-    found = crests(schedule, pipeline, virtual_stages, micro_batches, rank, stage_weights, weights_only_share)
     chosen: list[Crest] = []
-    for crest in reversed(found):
+    for crest in reversed(crests(shape, rank, stage_weights, weights_only_share)):
         if not chosen or crest.weight > chosen[-1].weight * (1 + 1e-9):
             chosen.append(crest)
     return tuple(reversed(chosen))
 
 
-def _crests_of_one_stage(
-    schedule: str, pipeline: int, virtual_stages: int, micro_batches: int, rank: int
-) -> tuple[Crest, ...]:
-    if pipeline == 1:
+def _crests_of_one_stage(shape: Shape, rank: int) -> tuple[Crest, ...]:
+    """All forwards come first in GPipe, so all are kept; without a pipeline one micro-batch is done before the next
+    begins."""
+    micro_batches = shape.micro_batches
+    if shape.pipeline == 1:
         most, after = 1, min(1, micro_batches - 1)
-    elif schedule == "gpipe":
+    elif shape.schedule == "gpipe":
         most, after = micro_batches, micro_batches - 1
     else:
-        most = min(micro_batches, pipeline - rank)
+        most = min(micro_batches, shape.pipeline - rank)
         after = most if micro_batches > most else most - 1
     return tuple(
-        Crest((begun,) * virtual_stages, (Kept(count, 0),) * virtual_stages, float(count))
+        Crest((begun,) * shape.virtual_stages, (Kept(count, 0),) * shape.virtual_stages, float(count))
         for begun, count in ((False, most), (True, after))
         if count
     )

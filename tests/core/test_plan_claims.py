@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.config.compose import load_config
+from orchestrator.plan.bounds import Bounds
 from orchestrator.plan.evaluate import Evaluator
 from orchestrator.plan.make import make_plan
 from orchestrator.plan.run_plan import RunPlan
@@ -164,8 +165,8 @@ def test_s14_up_to_13b_the_best_plan_on_8_gpus_only_shards_data_parallel_ranks(e
 
 def test_s14_70b_on_128_gpus_needs_a_split_of_the_model_or_of_its_parameters() -> None:
     config = load_config(["+experiment=llama70b_3d"])
-    evaluate = Evaluator(config)
+    bounds = Bounds(Evaluator(config))
     plain = [split for split in splits(config) if split.tensor * split.pipeline == 1 and not split.offload]
     assert {split.zero_stage for split in plain} == {0, 1, 2, 3}
-    assert all(best_course(evaluate, split) is None for split in plain if split.zero_stage < 3)
-    assert any(best_course(evaluate, split) is not None for split in plain if split.zero_stage == 3)
+    assert all(best_course(bounds, split) is None for split in plain if split.zero_stage < 3)
+    assert any(best_course(bounds, split) is not None for split in plain if split.zero_stage == 3)

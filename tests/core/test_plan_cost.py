@@ -19,6 +19,7 @@ from orchestrator.plan.facts import derive
 from orchestrator.plan.make import make_plan, parallel_facts
 from orchestrator.plan.profiles import OURS
 from orchestrator.plan.run_plan import TimePlan, TrafficPlan
+from orchestrator.plan.schedules import Shape
 from orchestrator.plan.step_seconds import bubble_turns
 from tests.core import plan_cases as cases
 
@@ -181,17 +182,21 @@ def test_a_v_shaped_schedule_does_not_send_at_its_turn() -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("pipeline, micro_batches", [(2, 2), (4, 8), (8, 64), (16, 512)])
 def test_a_pipeline_of_equal_stages_waits_p_minus_1_turns(schedule: str, pipeline: int, micro_batches: int) -> None:
-    assert bubble_turns(schedule, pipeline, 1, micro_batches, 2.0) == pytest.approx(pipeline - 1)
+    assert bubble_turns(Shape(schedule, pipeline, 1, micro_batches), 2.0) == pytest.approx(pipeline - 1)
 
 
 @pytest.mark.parametrize("virtual", [2, 4])
 def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(virtual: int) -> None:
-    assert bubble_turns("interleaved_1f1b", 4, virtual, 16, 2.0) == pytest.approx(3 / virtual)
+    assert bubble_turns(Shape("interleaved_1f1b", 4, virtual, 16), 2.0) == pytest.approx(3 / virtual)
 
 
 def test_zero_bubble_schedules_leave_less_than_1f1b() -> None:
-    plain = bubble_turns("1f1b", 4, 1, 16, 2.0)
-    assert bubble_turns("zbv_zero_bubble", 4, 2, 16, 2.0) < bubble_turns("interleaved_1f1b", 4, 2, 16, 2.0) < plain
+    plain = bubble_turns(Shape("1f1b", 4, 1, 16), 2.0)
+    assert (
+        bubble_turns(Shape("zbv_zero_bubble", 4, 2, 16), 2.0)
+        < bubble_turns(Shape("interleaved_1f1b", 4, 2, 16), 2.0)
+        < plain
+    )
 
 
 def test_the_bubble_fraction_of_equal_stages_is_the_textbooks() -> None:

@@ -11,7 +11,7 @@ from orchestrator.plan.loss_chunks import (
     row_bytes,
     waiting_weight_gradients,
 )
-from orchestrator.plan.schedules import action_lists
+from orchestrator.plan.schedules import Shape, action_lists
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 2048, 4096, 5000, 8192, 16384, 10**6])
@@ -61,7 +61,7 @@ def test_gradients_are_computed_ahead_where_the_schedule_has_one_micro_batch_wai
     schedule: str, virtual: int, pipeline: int, micro_batches: int
 ) -> None:
     last, waiting, most, put_off, most_put_off = pipeline * virtual - 1, 0, 0, 0, 0
-    for actions in action_lists(schedule, pipeline, virtual, micro_batches):
+    for actions in action_lists(Shape(schedule, pipeline, virtual, micro_batches)):
         for action in actions:
             if action.stage == last:
                 waiting += {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]

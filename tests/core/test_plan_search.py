@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.plan.auto import chosen, fewest_nodes, largest_micro_batch
+from orchestrator.plan.bounds import Bounds
 from orchestrator.plan.evaluate import Evaluator
 from orchestrator.plan.facts import derive
+from orchestrator.plan.fit import gpu_shortage, host_shortage
 from orchestrator.plan.make import make_plan
-from orchestrator.plan.search import TIE, Found, Ranked, ordered, search
+from orchestrator.plan.schedules import SPLIT_BACKWARDS
+from orchestrator.plan.search import TIE, Found, Ranked, fits_somehow, ordered, search
 from orchestrator.plan.search_space import (
     Candidate,
     Course,
@@ -52,15 +55,22 @@ def small_worlds(draw: st.DrawFn) -> RunConfig:
     )
 
 
+def _peak(evaluate: Evaluator, candidate: Candidate) -> int | None:
+    """Bytes of the fullest of all ranks where all fit."""
+    memories = evaluate.memories(candidate)
+    short = gpu_shortage(memories, evaluate.capacity_bytes) or host_shortage(memories, evaluate.config.cluster)
+    return None if short else max(memory.total_bytes or 0 for memory in memories)
+
+
 def _brute_force(config: RunConfig) -> Found:
     """Every candidate of the space, evaluated."""
     evaluate = Evaluator(config)
     found: dict[bool, list[Ranked]] = {False: [], True: []}
     for split, group in groupby(candidates(config), key=lambda candidate: candidate.split):
         plans = [
-            Ranked(candidate, evaluate.seconds(candidate), evaluate.tight(candidate))
+            Ranked(candidate, evaluate.seconds(candidate), evaluate.tight(peak))
             for candidate in group
-            if not evaluate.shortage(candidate)
+            if (peak := _peak(evaluate, candidate)) is not None
         ]
         found[split.offload] += ordered(plans)[:1]
     return Found(ordered(found[False] or found[True]), ())
@@ -74,6 +84,9 @@ def test_the_pruned_search_finds_what_brute_force_finds(config: RunConfig) -> No
     kept_apart = bool(whole.ranked) and not whole.ranked[0].candidate.split.offload
     tried = [split for split in splits(config) if not (split.offload and kept_apart)]
     assert len(pruned.ranked) + len(pruned.rejected) == len(tried)
+    bounds = Bounds(Evaluator(config))
+    fitting = {plan.candidate.split for plan in pruned.ranked}
+    assert {split for split in tried if fits_somehow(bounds, split)} == fitting
 
 
 @cases.examples(40)
@@ -82,6 +95,7 @@ def test_every_candidate_passes_the_rules_and_plans_to_the_same_bytes_and_second
     config: RunConfig, random: Any
 ) -> None:
     evaluate = Evaluator(config)
+    bounds = Bounds(evaluate)
     for _ in range(4):
         split = random.choice(list(splits(config)))
         candidate = Candidate(split, random.choice(list(courses(config, split))))
@@ -93,9 +107,25 @@ def test_every_candidate_passes_the_rules_and_plans_to_the_same_bytes_and_second
         assert plan.memory.pipeline_ranks == evaluate.memories(candidate)
         assert plan.time.step_seconds == evaluate.seconds(candidate)
         assert plan.feasible == (evaluate.shortage(candidate) is None)
-        floor = evaluate.floor_seconds(candidate)
+        assert evaluate.peak_where_it_fits(candidate) == (plan.memory.peak_bytes if plan.feasible else None)
+        assert evaluate.mfu(candidate, plan.time.step_seconds or 0.0) == plan.time.mfu
+        floor = bounds.floor_seconds(candidate)
         assert plan.time.step_seconds is not None
         assert 0 < floor <= plan.time.step_seconds
+
+
+def test_what_a_course_needs_at_least_does_not_depend_on_the_courses_asked_about_before() -> None:
+    # A schedule that splits backward passes keeps whole gradients; others with as many layers on rank 0 share them.
+    config = cases.config(
+        WIDE,
+        cluster={"nodes": 2, "gpus_per_node": 4, "gpu": {**cases.A100_80GB, "memory_gib": 7.0}},
+        training={"global_batch_size": 16, "sequence_length": 1024},
+    )
+    split = Split(1, 2, 1, 4, 2, 4)
+    bounds = Bounds(Evaluator(config))
+    split_first = sorted(bounds.courses(split), key=lambda bounded: bounded.course.schedule not in SPLIT_BACKWARDS)
+    found = [bounds.may_fit(split, bounded) for bounded in split_first]
+    assert found == [Bounds(Evaluator(config)).may_fit(split, bounded) for bounded in split_first]
 
 
 @pytest.mark.parametrize("field", ["model", "optimizer", "data", "checkpoint"])

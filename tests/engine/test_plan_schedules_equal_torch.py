@@ -8,7 +8,7 @@ import pytest
 
 torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 
-from orchestrator.plan.schedules import action_lists  # noqa: E402
+from orchestrator.plan.schedules import Shape, action_lists  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -68,7 +68,7 @@ def _executed(cls: Any, pipeline: int, micro_batches: int) -> dict[int, list[str
 
 
 def _ours(schedule: str, pipeline: int, virtual: int, micro_batches: int) -> dict[int, list[str]]:
-    lists = action_lists(schedule, pipeline, virtual, micro_batches)
+    lists = action_lists(Shape(schedule, pipeline, virtual, micro_batches))
     return {rank: [str(action) for action in actions] for rank, actions in enumerate(lists)}
 
 
