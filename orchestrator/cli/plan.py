@@ -48,11 +48,11 @@ def run(invocation: Invocation) -> int:
         from orchestrator.plan.explain import render
 
         render(plan, page_console())
-    if not plan.feasible:
-        if invocation.json or not sys.stdout.isatty():  # on a terminal the page has shown them
-            print_problems(plan.problems)
-        return 2
-    return 0
+    if plan.feasible:
+        return 0
+    if invocation.json:  # for whoever watches the program that reads; the page has shown them
+        print_problems(plan.problems)
+    return 2
 
 
 def with_engine_warnings(plan: RunPlan) -> RunPlan:

@@ -56,6 +56,13 @@ def test_an_infeasible_plan_is_printed_with_its_problems_and_exit_code_2(say) ->
     assert "parallel.tensor: 3 does not divide" in said.err
 
 
+def test_the_page_of_a_refused_plan_shows_its_problems_and_nothing_repeats_them(say) -> None:
+    said = say("plan", "+experiment=llama7b_zero2", "parallel.tensor=3")
+    assert said.code == 2
+    assert "3 does not divide" in said.out
+    assert said.err == ""
+
+
 def test_a_refused_configuration_has_the_shape_of_the_contract_too(say) -> None:
     right = json.loads(say("plan", "--json").out)
     said = say("plan", "model.hiden_size=1", "training.seed=x", "parallel.tensor=5", "--json")
