@@ -67,8 +67,11 @@ def _file_system(scheme: str, process: int, settings: tuple[tuple[str, str], ...
     that the environment names now."""
     import fsspec
 
-    waits = {"connect_timeout": 5, "read_timeout": 60, "retries": {"max_attempts": 2, "mode": "standard"}}
-    return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, config_kwargs=waits)
+    # One try each: `_ask` alone knows how long it is worth waiting. Their tries in each of ours made every no last.
+    waits = {"connect_timeout": 5, "read_timeout": 60, "retries": {"total_max_attempts": 1, "mode": "standard"}}
+    found = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, config_kwargs=waits)
+    found.retries = 1
+    return found
 
 
 def _settings() -> tuple[tuple[str, str], ...]:

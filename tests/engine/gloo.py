@@ -74,9 +74,9 @@ class TestLink:
         return event
 
 
-def on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def on_ranks(world: int, function: Callable[..., Any], *args: Any, limit_seconds: float = TIMEOUT_SECONDS) -> list[Any]:
     """Results of `function(rank, world, *args)` by rank, each in a process of its own with a gloo default group."""
-    return _start([(_with_group, (function, args))] * world)
+    return _start([(_with_group, (function, args))] * world, limit_seconds)
 
 
 def live(tasks: Sequence[RankTask], stop_at_step: dict[int, int] | None = None) -> list[TestLink]:
@@ -108,7 +108,9 @@ def _with_link(rank: int, world: int, link: TestLink, task: RankTask, stop_at_st
     return TestLink(events=link.events, beats=link.beats)
 
 
-def _start(work: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+def _start(
+    work: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], limit_seconds: float = TIMEOUT_SECONDS
+) -> list[Any]:
     world = len(work)
     ports = [_CONTEXT.Pipe() for _ in range(world - 1)]
     results = [_CONTEXT.Pipe(duplex=False) for _ in range(world)]
@@ -124,18 +126,18 @@ def _start(work: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[A
         processes.append(process)
         results[rank][1].close()
     try:
-        return _collect([receiver for receiver, _ in results], processes)
+        return _collect([receiver for receiver, _ in results], processes, limit_seconds)
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _collect(receivers: list[Connection], processes: list[Any]) -> list[Any]:
+def _collect(receivers: list[Connection], processes: list[Any], limit_seconds: float) -> list[Any]:
     found: dict[int, Any] = {}
     failures: dict[int, str] = {}
     for rank, receiver in enumerate(receivers):
-        if not receiver.poll(TIMEOUT_SECONDS if not failures else 10):
+        if not receiver.poll(limit_seconds if not failures else 10):
             failures[rank] = "did not end in time"
             continue
         try:
