@@ -19,6 +19,7 @@ from orchestrator.plan.traffic import (
     boundary_bytes,
     boundary_sends,
     data_transfers,
+    late_gathers,
     loss_transfers,
     tensor_transfers,
 )
@@ -60,7 +61,10 @@ def planned_rank(plan: RunPlan, pipeline_rank: int) -> PlannedRank:
 
 def _collectives(work: Work, profile: SystemProfile, load: Load, rank: int) -> dict[str, tuple[int, int]]:
     sends = boundary_sends(work, rank)
-    data = data_transfers(work, profile, load.elements, load.units(work.architecture.tied)).all
+    data = (
+        *data_transfers(work, profile, load.elements, load.units(work.architecture.tied)).all,
+        *late_gathers(work, profile, rank),
+    )
     return {
         "tensor": _sum(
             (
