@@ -169,6 +169,7 @@ class Crest:
     """What that comes to in the unit of the stages' weights."""
 
 
+@lru_cache(maxsize=65536)
 def peak_kept(
     shape: Shape, rank: int, stage_weights: tuple[float, ...], weights_only_share: float = 1.0
 ) -> tuple[Kept, ...]:
