@@ -10,7 +10,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future as Waiting
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -27,8 +29,11 @@ from orchestrator.checkpoint.shard_format import archive_around
 from orchestrator.checkpoint.storage import Folder, Sink
 
 METADATA_NAME = ".metadata"
-_PIECE_BYTES = 16 << 20
+_PIECE_BYTES = 8 << 20
 _PIECE_PARTS = 512
+_PIECES_BEHIND = 4
+"""That the checksum may lag behind the writing: where processors are busy its thread gets its turn late, and the disk
+must not wait for that. A tensor that was copied for the writing is held as long."""
 
 
 class ShardWriter(StorageWriter):
@@ -129,6 +134,7 @@ class _File:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checksum")
         self._waiting: list[memoryview] = []
         self._waiting_bytes = 0
+        self._unchecked: deque[Waiting[None]] = deque()
         self.size_bytes = 0
 
     def __enter__(self) -> _File:
@@ -139,6 +145,8 @@ class _File:
             if kind is None:
                 self._flush()
                 self._sink.close()
+                while self._unchecked:
+                    self._unchecked.popleft().result()
         except BaseException:
             kind = BaseException
             raise
@@ -158,9 +166,10 @@ class _File:
 
     def _flush(self) -> None:
         parts, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        checked = self._threads.submit(self._update, parts)
+        self._unchecked.append(self._threads.submit(self._update, parts))
         self._sink.write(parts)
-        checked.result()  # at most one piece behind, so that a tensor that was copied for this is soon free again
+        while len(self._unchecked) > _PIECES_BEHIND:
+            self._unchecked.popleft().result()
 
     def _update(self, parts: list[memoryview]) -> None:
         for part in parts:
