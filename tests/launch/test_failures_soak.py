@@ -1,7 +1,8 @@
 """A training that is hurt while it runs ends as if nothing had happened: same losses and samples, nothing left over.
 
-`python -m pytest -m slow tests/launch/test_failures_soak.py -s` prints how long each way back took. Times are judged,
-so the machine must have nothing else to do; `test_failures_placement.py` has the short form that every machine passes.
+`python -m pytest -m slow tests/launch/test_failures_soak.py -s` prints how long each way back took, beside the start of
+the same command, and judges it with room for a machine that has other things to do. `test_failures_placement.py` has
+the short form, without times.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ def soak(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Soaked]:
         _send_later(soaked, server)
     finally:
         soaked.run.kill()
-        soaked.left += nodes.close()
         if server.running:
             server.stop()
+        soaked.left += nodes.close()
     soaked.undisturbed = undisturbed(folder, steps=STEPS, ranks=4)
     yield soaked
 
@@ -184,9 +185,9 @@ def test_the_way_back_to_work_is_recorded_in_parts_and_short(soak: Soaked) -> No
             assert parts["noticed"] <= STEP_TIMEOUT_SECONDS + 10
             assert told - hurt <= STEP_TIMEOUT_SECONDS + 10
         if number in IN_PLACE:
-            assert to_work - parts["data and checkpoint"] <= 3
+            assert to_work - parts["data and checkpoint"] <= max(3, cold / 10), "3 s, more where all takes longer"
         else:
-            assert to_work - parts["nodes"] <= cold, "without the time that nodes were waited for"
+            assert to_work - parts["nodes"] <= 1.5 * cold, "as a cold start, apart from what nodes were waited for"
 
 
 def test_what_ends_no_attempt_is_said_and_what_does_is_named(soak: Soaked) -> None:
