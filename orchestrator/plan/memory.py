@@ -209,15 +209,19 @@ def _instants(work: Work, common: Common, held: Held, rank: int) -> tuple[Instan
     facts, states, block = work.parallel, held.states, common.block
     share = 1.0 + block.deferred / block.kept if block.kept else 1.0
     found = highest_crests(shape_of(facts), rank, held.weights, share)
-    # Stages of one rank that follow each other hand over without a buffer: those in the point of a V.
-    neighbours = held.neighbours - 2 * int(facts.schedule in V_SHAPED and rank == facts.pipeline - 1)
+    # Stages of one rank that follow each other, in the point of a V, hand over what they made without a buffer; torch
+    # holds it to the next step all the same.
+    handed_over = 2 * int(facts.schedule in V_SHAPED and rank == facts.pipeline - 1)
+    neighbours, lasting = held.neighbours - handed_over, common.received * handed_over
     buffers = common.received * neighbours
     if facts.schedule not in ("gpipe", "1f1b"):
         # torch waits for the sends of these schedules at the step's end, and what is sent lives until then; outputs of
         # micro-batches in flight are kept anyway.
-        buffers += common.received * neighbours * max(0, facts.micro_batches - facts.pipeline) / facts.micro_batches
+        lasting += (
+            common.received * held.neighbours * max(0, facts.micro_batches - facts.pipeline) / facts.micro_batches
+        )
     buffers += common.tables * len(held.layers)
-    moments = [moment for crest in found for moment in _around_loss(work, common, held, crest, buffers)]
+    moments = [moment for crest in found for moment in _around_loss(work, common, held, crest, buffers, lasting)]
     if held.head and states.buffer_at_loss and not states.gathered_unit:
         # In a step's first micro-batch, when the head's weights, which stay whole, have just come.
         kept, at_loss = sum(held.layers) * block.kept + common.beside_logits, buffers + states.buffer_at_loss
@@ -229,10 +233,12 @@ def _instants(work: Work, common: Common, held: Held, rank: int) -> tuple[Instan
     moments.append((whole, 0.0, 0.0, 0.0, buffers + states.transient_ends))
     # A last block's own gradients are not kept yet; the embedding comes after it.
     gradients = 0.0 if work.offload else max(0.0, float(states.gradients - states.last_gradients))
-    return (*moments, *_in_block(gradients, last, block.kept, buffers, block, states))
+    return (*moments, *_in_block(gradients, last, block.kept + lasting, buffers, block, states))
 
 
-def _around_loss(work: Work, common: Common, held: Held, crest: Crest, buffers: float) -> tuple[Instant, ...]:
+def _around_loss(
+    work: Work, common: Common, held: Held, crest: Crest, buffers: float, lasting: float
+) -> tuple[Instant, ...]:
     """The loss, the head's gradients, the first block's backward after it, and the start of the second's, while most is
     kept of the time in which the same stages have gradients."""
     states, block = held.states, common.block
@@ -241,7 +247,7 @@ def _around_loss(work: Work, common: Common, held: Held, crest: Crest, buffers: 
     if not all(crest.begun):
         has = sum(share for share, begun in zip(held.gradient_shares, crest.begun, strict=True) if begun)
     gradients = 0.0 if work.offload else states.gradients * has
-    kept = _bytes_of(crest.kept, common, held)
+    kept = _bytes_of(crest.kept, common, held) + lasting
     # Each further stage of a rank keeps the last buffers that its own units were gathered and reduced in; in a pipeline
     # the last gradients of earlier micro-batches are still being reduced.
     buffers += others * (states.reducing if started else 0)
@@ -257,8 +263,8 @@ def _around_loss(work: Work, common: Common, held: Held, crest: Crest, buffers: 
     first = (float(states.reducing_head) if held.head else reducing) + weights
     at_end = _in_block(gradients, gathered, kept, buffers, block, states)[1:]
     # Gradients that were added up are summed over the ranks in the last micro-batch, with which a pipeline is almost
-    # empty.
-    summed_last = bool(states.summed_gradients) and work.parallel.pipeline > 1
+    # empty; those of a single unit when all else is done.
+    summed_last = states.one_unit or (states.summed_gradients > 0 and work.parallel.pipeline > 1)
     second = gathered - states.block_weights, kept - block.kept + block.working
     moments = (
         (gradients, gathered, kept + block.working, 0.0, buffers + first),

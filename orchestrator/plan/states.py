@@ -52,6 +52,8 @@ class StateMemory:
     """Gradients of the unit at work before they are shared or accumulated, in both precisions, and `reducing`."""
     transient_ends: int
     """The same of the larger of embedding and head, nothing else of which is there."""
+    one_unit: bool
+    """Whether all weights are gathered and reduced together."""
     summed_alone: int
     """Buffers of a unit's reduction over one rank, when nothing else of it is there; 0: it has several ranks."""
     summed_weights: int
@@ -198,6 +200,7 @@ def state_memory(
         gathered_last=round(gathered_last),
         transient_gradients=round(transient),
         transient_ends=round(transient_ends),
+        one_unit=not elements.block and elements.ends == elements.whole,
         summed_alone=round(alone),
         summed_weights=round(state.gathered * (block + (elements.ends if accumulates else 0)) if alone_too else 0.0),
         summed_gradients=round(state.gradients * block if alone_too and accumulates else 0.0),

@@ -94,8 +94,10 @@ def late_gathers(work: Work, profile: SystemProfile, pipeline_rank: int) -> tupl
         if kind != "W":
             flying[stage] += 1 if kind == "F" else -1
             idle[stage] += flying[stage] == 0
-    late = [stage for stage in own if idle[stage] > 0]
     model, end = work.architecture, len(facts.stage_layers) - 1
+    units = {stage: facts.stage_layers[stage][1] - facts.stage_layers[stage][0] + (stage in (0, end)) for stage in own}
+    # A stage's only unit is the one at work, and gathered.
+    late = [stage for stage in own if idle[stage] > 0 and units[stage] > 1]
     elements = sum(part_elements(model.head if stage == end else model.block, facts.tensor) for stage in late)
     group = Group(facts.zero_group, facts.tensor, profile.one_network_card)
     return (Transfer("all_gather", elements * state.gathered, float(len(late)), group),)

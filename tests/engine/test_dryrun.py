@@ -193,6 +193,36 @@ def test_the_planner_is_near_the_simulation_and_exact_in_states() -> None:
     assert errors[len(errors) // 2] < MEDIAN and errors[-1] < WORST, [(rank.name, rank.off) for rank in found]
 
 
+EACH = (
+    Case("stage 1, selective", {"data": 8, "zero_stage": 1}, 16, "selective", {"num_hidden_layers": 2}),
+    Case("stage 2, full", {"data": 8, "zero_stage": 2}, 32, "full", {"num_hidden_layers": 2}),
+    Case("tensor 4", {"data": 2, "tensor": 4, "zero_stage": 1, "sequence_parallel": True}, 8, "selective"),
+    Case("offload, one GPU", {"data": 1, "zero_stage": 3, "offload": "all"}, 4, model={"num_hidden_layers": 2}),
+    Case("1F1B", {"data": 2, "pipeline": 2, "zero_stage": 1, "schedule": "1f1b"}, 16, "selective"),
+)
+NOISE = 16 * MIB
+"""What may be left of a small category: samples, positions, the last tensor sent."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EACH, ids=lambda case: case.name)
+def test_each_category_at_the_peak_is_what_the_simulation_holds(case: Case) -> None:
+    for rank in compare(case):
+        for name in CATEGORIES:
+            assert rank.simulated[name] == pytest.approx(rank.planned[name], rel=0.05, abs=NOISE), (rank.rank, name)
+
+
+@pytest.mark.parametrize("schedule, virtual", [("1f1b", 1), ("interleaved_1f1b", 2)])
+def test_the_gathers_that_nobody_uses_are_planned_as_well(schedule: str, virtual: int) -> None:
+    """FSDP2 makes one in the last backward pass of a stage that has at some time nothing in flight."""
+    parallel = {"data": 2, "pipeline": 2, "zero_stage": 1, "schedule": schedule, "virtual_stages": virtual}
+    plan = Case("late", parallel, 16).plan()
+    for role in roles_of(plan):
+        (entry,) = report(plan, [(role, plain(simulate(plan, role.rank)))], (), 0.0)["ranks"]
+        assert entry["traffic"]["data"]["simulated_calls"] == entry["traffic"]["data"]["planned_calls"]
+        assert abs(entry["traffic"]["data"]["difference"]) < 1e-6
+
+
 def test_a_failure_that_the_planner_let_through_names_the_rank_and_what_to_change() -> None:
     """A number of heads that the tensor ranks do not divide, as if the planner's rule for it were missing."""
     with patch("orchestrator.plan.validate.rules.check", lambda facts: ()):
