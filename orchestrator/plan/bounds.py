@@ -139,7 +139,8 @@ class Bounds:
             kept = float(states.parameters + states.optimizer)
             gradients = 0.0 if split.offload else float(states.gradients)
             self._states[key] = _States(
-                at_the_end=kept + gradients + states.gathered_last,
+                # The last block's own gradients come when its copies have gone.
+                at_the_end=kept + max(gradients, gradients - states.last_gradients + states.gathered_last),
                 gathered=kept + states.gathered,
                 gradients=gradients,
             )
