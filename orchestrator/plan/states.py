@@ -158,35 +158,14 @@ def state_memory(
     parameters = state.weights * from_3 + state.master * from_1
     gradients = state.gradients * from_2
     optimizer = state.moments * from_1
-    unit, accumulates = max(elements.block, elements.ends), zero_stage < 2 and not once
-    pair = state.gathered * (elements.block + unit)
-    gathered = gathered_last = 0.0
-    if zero_stage == 3:
-        # Over one rank nothing is gathered ahead.
-        gathered = gathered_last = min(state.gathered * unit if one_shard else pair, state.gathered * elements.whole)
-    elif master_gathered:
-        gathered = state.gathered * elements.whole
-        gathered_last = min(state.gathered * (elements.block + elements.ends), gathered)
-    transient = transient_ends = reducing = reducing_head = alone = 0.0
-    block, copy = elements.block or unit, state.gradients * unit
-    raw = most = state.raw_gradients * block
-    alone_too = master_gathered and (zero_stage == 0 or one_shard)
-    if not master_gathered:
-        transient = state.raw_gradients * (unit if zero_stage == 3 else elements.whole)
-    elif accumulates:
-        # Added to the whole ones unit by unit where these are wider, else weight by weight, of which none is more than
-        # a third of a block.
-        most = transient = raw if state.raw_gradients != state.gradients else raw / 3
-    else:
-        # Gradients as they come, and the buffer of their reduction, which lives until the next unit's is made.
-        transient = raw + copy
-        transient_ends = (state.raw_gradients + state.gradients) * elements.ends
-        reducing, reducing_head = state.gradients * block, state.gradients * elements.ends
-    # A sum over one rank is divided into a third buffer.
-    if alone_too:
-        alone, transient_ends = (3.0 * state.gradients * each for each in (block, elements.ends))
+    accumulates, alone_too = zero_stage < 2 and not once, master_gathered and (zero_stage == 0 or one_shard)
+    case = _Case(zero_stage == 3, master_gathered, accumulates, one_shard, alone_too)
+    gathered, gathered_last = _gathered(elements, state, case)
+    reduction = _reduction(elements, state, case)
+    block = elements.block or elements.ends
     kept_share = gradients / max(1, elements.whole) if once else 0.0
     head = state.gathered * elements.ends if loss_in_head else 0.0
+    only_once = state.gathered if once and master_gathered and zero_stage < 3 else 0.0
     on_host = parameters + gradients + optimizer if offload else 0.0
     kept = 0.0 if offload else 1.0
     return StateMemory(
@@ -198,19 +177,84 @@ def state_memory(
         buffer_at_loss=round(head if zero_stage and not one_shard else 0.0),
         gathered_unit=round(state.gathered * elements.block) if zero_stage == 3 and master_gathered else 0,
         gathered_last=round(gathered_last),
-        transient_gradients=round(transient),
-        transient_ends=round(transient_ends),
+        transient_gradients=round(reduction.transient),
+        transient_ends=round(reduction.transient_ends),
         one_unit=not elements.block and elements.ends == elements.whole,
-        summed_alone=round(alone),
+        summed_alone=round(reduction.alone),
         summed_weights=round(state.gathered * (block + (elements.ends if accumulates else 0)) if alone_too else 0.0),
         summed_gradients=round(state.gradients * block if alone_too and accumulates else 0.0),
-        weight_gradients=round(most),
+        weight_gradients=round(reduction.most),
         ends_gradients=round(kept_share * elements.ends),
         ends_summed=round(state.gradients * elements.ends if alone_too and accumulates else kept_share * elements.ends),
         last_gradients=round(kept_share * (elements.ends + elements.block)),
-        ends_weights=round(state.gathered * elements.ends if once and master_gathered and zero_stage < 3 else 0.0),
-        block_weights=round(state.gathered * elements.block if once and master_gathered and zero_stage < 3 else 0.0),
-        reducing=round(reducing),
-        reducing_head=round(reducing_head),
+        ends_weights=round(only_once * elements.ends),
+        block_weights=round(only_once * elements.block),
+        reducing=round(reduction.reducing),
+        reducing_head=round(reduction.reducing_head),
         host=round(on_host),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """What decides which copies and gradients there are."""
+
+    cut: bool
+    """Weights are given back unit by unit (stage 3)."""
+    master_gathered: bool
+    accumulates: bool
+    """Whole gradients of several micro-batches are added up before they are reduced."""
+    one_shard: bool
+    alone_too: bool
+    """Gradients are reduced over one rank as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """Gradients beside the kept ones; the fields of `StateMemory` say of what."""
+
+    transient: float
+    transient_ends: float = 0.0
+    reducing: float = 0.0
+    reducing_head: float = 0.0
+    alone: float = 0.0
+    most: float = 0.0
+
+
+def _gathered(elements: StageElements, state: StateBytes, case: _Case) -> tuple[float, float]:
+    """Gathered copies at once, and at the end of the last backward pass."""
+    whole = state.gathered * elements.whole
+    if case.cut:
+        # Over one rank nothing is gathered ahead.
+        unit = max(elements.block, elements.ends)
+        units = unit if case.one_shard else elements.block + unit
+        return (min(state.gathered * units, whole),) * 2
+    if case.master_gathered:
+        return whole, min(state.gathered * (elements.block + elements.ends), whole)
+    return 0.0, 0.0
+
+
+def _reduction(elements: StageElements, state: StateBytes, case: _Case) -> _Reduction:
+    unit = max(elements.block, elements.ends)
+    block = elements.block or unit
+    raw = state.raw_gradients * block
+    # A sum over one rank is divided into a third buffer.
+    alone, alone_ends = (3.0 * state.gradients * each if case.alone_too else 0.0 for each in (block, elements.ends))
+    if not case.master_gathered:
+        whole = state.raw_gradients * (unit if case.cut else elements.whole)
+        return _Reduction(whole, most=raw)
+    if case.accumulates:
+        # Added to the whole ones unit by unit where these are wider, else weight by weight, of which none is more than
+        # a third of a block.
+        most = raw if state.raw_gradients != state.gradients else raw / 3
+        return _Reduction(most, alone_ends, alone=alone, most=most)
+    # Gradients as they come, and the buffer of their reduction, which lives until the next unit's is made.
+    two = (state.raw_gradients + state.gradients) * elements.ends
+    return _Reduction(
+        transient=raw + state.gradients * unit,
+        transient_ends=alone_ends if case.alone_too else two,
+        reducing=state.gradients * block,
+        reducing_head=state.gradients * elements.ends,
+        alone=alone,
+        most=raw,
     )
