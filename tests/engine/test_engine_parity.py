@@ -7,7 +7,7 @@ import torch
 
 from models.spec import parameter_specs
 from orchestrator.engine.initialise import fill
-from tests.engine.gloo import on_ranks
+from tests.engine.gloo import TIMEOUT_SECONDS, on_ranks
 from tests.engine.parity import Case, RankTrace, expected, run_cases, together
 from tests.engine.parity_cases import ALL, CASES, FAST
 from tests.engine.reference import Trace
@@ -22,7 +22,8 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, tuple[list[RankTrace],
     found: dict[str, tuple[list[RankTrace], Trace]] = {}
     for world, every in CASES.items():
         cases = [one for one in every if one.name in chosen]
-        by_rank = on_ranks(world, run_cases, cases) if cases else []
+        limit = TIMEOUT_SECONDS + 30 * len(cases)
+        by_rank = on_ranks(world, run_cases, cases, limit_seconds=limit) if cases else []
         for index, one in enumerate(cases):
             ranks = [cases_of_rank[index] for cases_of_rank in by_rank]
             found[one.name] = (ranks, expected(one, together(ranks)[0]))
