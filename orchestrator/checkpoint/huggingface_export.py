@@ -168,7 +168,7 @@ def _check_room(target: Folder, total: int) -> None:
         raise ConfigError(Problem("", f"{target} cannot be made in {parent}.", "Give a folder that can be written to."))
     free = shutil.disk_usage(parent).free
     if free < total:
-        needed = f"The export takes {total / 1e9:.1f} GB, {parent} has {free / 1e9:.1f} GB left."
+        needed = f"The export takes {total / 1e9:.3g} GB, {parent} has {free / 1e9:.3g} GB left."
         raise ConfigError(Problem("", needed, "Make room, choose another target, or export with --dtype bf16."))
 
 
