@@ -28,7 +28,7 @@ _LARGE_BYTES = 2.0**40
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """A course with what pipeline rank 0 needs for it at least: it has as few layers as a cut can leave it."""
+    """A course with what pipeline rank 0 needs for it at least."""
 
     course: Course
     activations: float
@@ -108,7 +108,9 @@ class Bounds:
     def _bounded(self, split: Split, course: Course) -> Bounded:
         count = self.evaluate.micro_batches(split, course.micro_batch_size)
         shape = Shape(course.schedule, split.pipeline, course.virtual_stages, count)
-        least = self.config.model.num_hidden_layers // (split.pipeline * course.virtual_stages)
+        cut = self.evaluate.cut(split.pipeline, course)
+        stages = stages_of_rank(0, split.pipeline, course.virtual_stages, course.schedule)
+        layers = [cut[stage][1] - cut[stage][0] for stage in stages]
         in_flight = [stage.whole + stage.weights_only for stage in peak_kept(shape, 0, (1.0,) * course.virtual_stages)]
         block = self._block(split, course.micro_batch_size, course.recompute)
         # In a V rank 0 holds the last stage as well, whose inputs may lie in the buffers that they came in.
@@ -116,10 +118,11 @@ class Bounds:
         return Bounded(
             course,
             # In the first block's backward, what is kept is still there beside what that block works on.
-            activations=sum(in_flight) * (least * block.kept - inputs) + block.working,
+            activations=sum(each * (held * block.kept - inputs) for each, held in zip(in_flight, layers, strict=True))
+            + block.working,
             # Of several stages some may have no gradients yet.
             all_gradients=course.virtual_stages == 1 and count > max(in_flight),
-            states_of=(least * course.virtual_stages, count == 1, course.schedule in SPLIT_BACKWARDS),
+            states_of=(sum(layers), count == 1, course.schedule in SPLIT_BACKWARDS),
         )
 
     def _block(self, split: Split, micro_batch_size: int, recompute: Recompute) -> BlockActivations:

@@ -114,6 +114,31 @@ def test_every_candidate_passes_the_rules_and_plans_to_the_same_bytes_and_second
         assert 0 < floor <= plan.time.step_seconds
 
 
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("split", [Split(1, 4, 1, 1, 0, 1), Split(1, 2, 1, 2, 3, 2), Split(2, 2, 1, 1, 2, 1)])
+def test_no_course_on_gpus_that_hold_it_just_so_is_taken_for_one_that_cannot_fit(batch: int, split: Split) -> None:
+    # With short sequences the embedding counts as layers: of four ranks the first holds one of eight layers.
+    config = cases.config(
+        WIDE,
+        model_changes={"vocab_size": 128256},
+        cluster={"nodes": 1, "gpus_per_node": 4},
+        training={"global_batch_size": split.data * batch, "sequence_length": 512},
+    )
+    roomy = Evaluator(_with_memory(config, 4000.0))
+    for course in courses(config, split):
+        peak = _peak(roomy, Candidate(split, course))
+        assert peak is not None
+        bounds = Bounds(Evaluator(_with_memory(config, (peak + 2**20) / 2**30)))
+        bounded = next((each for each in bounds.courses(split) if each.course == course), None)
+        assert bounded is not None
+        assert bounds.may_fit(split, bounded), course
+
+
+def _with_memory(config: RunConfig, gib: float) -> RunConfig:
+    gpu = config.cluster.gpu.model_copy(update={"memory_gib": gib})
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"gpu": gpu})})
+
+
 def test_what_a_course_needs_at_least_does_not_depend_on_the_courses_asked_about_before() -> None:
     # A schedule that splits backward passes keeps whole gradients; others with as many layers on rank 0 share them.
     config = cases.config(
