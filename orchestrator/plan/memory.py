@@ -21,7 +21,7 @@ from orchestrator.plan.architecture import architecture_of
 from orchestrator.plan.run_plan import ParallelFacts, RankMemory
 from orchestrator.plan.schedules import SPLIT_BACKWARDS
 from orchestrator.plan.stages import V_SHAPED, stages_of_rank
-from orchestrator.plan.states import Stages, StateMemory, held_stages, rank_elements, state_memory
+from orchestrator.plan.states import Stages, StateMemory, held_parts, held_stages, rank_elements, state_memory
 from orchestrator.plan.system_profile import SystemProfile
 from orchestrator.plan.timeline import Crest, Kept, highest_crests, peak_kept, shape_of
 from orchestrator.plan.traffic import stream_bytes
@@ -151,6 +151,7 @@ def rank_states(work: Work, profile: SystemProfile, stages: Stages) -> StateMemo
         loss_in_head=profile.loss_in_chunks,
         once=facts.micro_batches == 1,
         one_shard=facts.zero_group == 1,
+        ends_tied=work.architecture.tied and all(held_parts(stages)[1:]),
     )
 
 
@@ -231,6 +232,11 @@ def _instants(work: Work, common: Common, held: Held, rank: int) -> tuple[Instan
     last = states.gathered_last + spare
     whole = 0.0 if work.offload else float(states.gradients - states.ends_summed)
     moments.append((whole, 0.0, 0.0, 0.0, buffers + states.transient_ends))
+    if facts.micro_batches == 2 and facts.pipeline == 1 and states.block_weights:
+        # The first of two micro-batches gives no copies back. Gradients of its last block and the embedding come later.
+        share = 0.0 if work.offload else 1.0 - states.gathered_last / states.gathered
+        first = states.gradients * share, states.gathered, block.kept + lasting
+        moments += _in_block(*first, buffers, block, states)
     # A last block's own gradients are not kept yet; the embedding comes after it.
     gradients = 0.0 if work.offload else max(0.0, float(states.gradients - states.last_gradients))
     return (*moments, *_in_block(gradients, last, block.kept + lasting, buffers, block, states))
@@ -241,7 +247,7 @@ def _around_loss(
 ) -> tuple[Instant, ...]:
     """The loss, the head's gradients, the first block's backward after it, and the start of the second's, while most is
     kept of the time in which the same stages have gradients."""
-    states, block = held.states, common.block
+    facts, states, block = work.parallel, held.states, common.block
     started, others = any(crest.begun), len(held.layers) - 1
     has = 1.0
     if not all(crest.begun):
@@ -252,20 +258,22 @@ def _around_loss(
     # the last gradients of earlier micro-batches are still being reduced.
     buffers += others * (states.reducing if started else 0)
     spare = float(others * states.gathered_unit)
-    reducing = states.reducing if started and work.parallel.pipeline > 1 else 0.0
+    reducing = states.reducing if started and facts.pipeline > 1 else 0.0
     gathered = states.gathered + spare
     weights = min(block.weight_gradients, states.weight_gradients)
     loss = (gradients, states.gathered_at_loss + spare, kept + common.beside_logits, common.logits)
+    # Copies are given back in the last micro-batch; it is the one after which most is kept if there are two.
+    last = facts.micro_batches == 1 or (facts.micro_batches == 2 and facts.pipeline == 1 and started)
     if held.head:
-        gathered -= states.ends_weights
+        gathered -= states.ends_weights * last
         gradients += 0.0 if work.offload else states.ends_gradients
     # In front of the first block it is the head's gradients that are being reduced.
     first = (float(states.reducing_head) if held.head else reducing) + weights
     at_end = _in_block(gradients, gathered, kept, buffers, block, states)[1:]
     # Gradients that were added up are summed over the ranks in the last micro-batch, with which a pipeline is almost
     # empty; those of a single unit when all else is done.
-    summed_last = states.one_unit or (states.summed_gradients > 0 and work.parallel.pipeline > 1)
-    second = gathered - states.block_weights, kept - block.kept + block.working
+    summed_last = states.one_unit or (states.summed_gradients > 0 and facts.pipeline > 1)
+    second = gathered - states.block_weights * last, kept - block.kept + block.working
     moments = (
         (gradients, gathered, kept + block.working, 0.0, buffers + first),
         *(at_end[:1] if summed_last else at_end),

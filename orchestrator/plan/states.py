@@ -69,7 +69,8 @@ class StateMemory:
     last_gradients: int
     """The same of one end and a block."""
     ends_weights: int
-    """Gathered copy of one end that is given back after its only backward pass, stage 3 apart."""
+    """Gathered copy of one end that is given back after its last backward pass, stage 3 apart; none of a tied one,
+    whose other end comes last."""
     block_weights: int
     """The same of one block."""
     reducing: int
@@ -143,6 +144,7 @@ def state_memory(
     loss_in_head: bool = False,
     once: bool = False,
     one_shard: bool = False,
+    ends_tied: bool = False,
 ) -> StateMemory:
     """Bytes of the model states of one GPU.
 
@@ -151,6 +153,7 @@ def state_memory(
     `loss_in_head`: the loss is largest in the head's forward pass, while its weights are gathered.
     `once`: there is one micro-batch; of several, stages 0 and 1 add up whole gradients and reduce them after the last.
     `one_shard`: weights are shared over one rank, which FSDP2 treats like any other number.
+    `ends_tied`: both ends, held here, are one matrix.
 
     What lives how long in a reduction is `foreach_reduce` and `FSDPParamGroup.post_backward` of torch 2.13.
     """
@@ -165,9 +168,8 @@ def state_memory(
     block = elements.block or elements.ends
     kept_share = gradients / max(1, elements.whole) if once else 0.0
     head = state.gathered * elements.ends if loss_in_head else 0.0
-    only_once = state.gathered if once and master_gathered and zero_stage < 3 else 0.0
-    on_host = parameters + gradients + optimizer if offload else 0.0
-    kept = 0.0 if offload else 1.0
+    given_back = state.gathered * (master_gathered and zero_stage < 3)
+    on_host, kept = (parameters + gradients + optimizer, 0.0) if offload else (0.0, 1.0)
     return StateMemory(
         parameters=round(parameters * kept),
         gradients=round(gradients * kept),
@@ -187,8 +189,8 @@ def state_memory(
         ends_gradients=round(kept_share * elements.ends),
         ends_summed=round(state.gradients * elements.ends if alone_too and accumulates else kept_share * elements.ends),
         last_gradients=round(kept_share * (elements.ends + elements.block)),
-        ends_weights=round(only_once * elements.ends),
-        block_weights=round(only_once * elements.block),
+        ends_weights=round(0.0 if ends_tied else given_back * elements.ends),
+        block_weights=round(given_back * elements.block),
         reducing=round(reduction.reducing),
         reducing_head=round(reduction.reducing_head),
         host=round(on_host),

@@ -196,6 +196,7 @@ def test_the_planner_is_near_the_simulation_and_exact_in_states() -> None:
 EACH = (
     Case("stage 1, selective", {"data": 8, "zero_stage": 1}, 16, "selective", {"num_hidden_layers": 2}),
     Case("stage 2, full", {"data": 8, "zero_stage": 2}, 32, "full", {"num_hidden_layers": 2}),
+    Case("two micro-batches", {"data": 8, "zero_stage": 2}, 16, "full", {"num_hidden_layers": 2}),
     Case("tensor 4", {"data": 2, "tensor": 4, "zero_stage": 1, "sequence_parallel": True}, 8, "selective"),
     Case("offload, one GPU", {"data": 1, "zero_stage": 3, "offload": "all"}, 4, model={"num_hidden_layers": 2}),
     Case("1F1B", {"data": 2, "pipeline": 2, "zero_stage": 1, "schedule": "1f1b"}, 16, "selective"),
