@@ -7,7 +7,9 @@ this is sbh(10 + 24/t + 5as/(ht)) and, with sequence parallelism, sbh/t(34 + 5as
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from orchestrator.plan.loss_chunks import chunk_of, gradient_ahead, row_bytes, waiting_weight_gradients
 from orchestrator.plan.system_profile import SystemProfile
@@ -32,6 +34,10 @@ class BlockActivations:
     the gradient of every product's result."""
     weight_gradients: float = 0.0
     """Gradients of weights, as they come, that exist then."""
+    working_added: float = 0.0
+    """`working` where each weight's gradient is added to a kept one, and gone, before the next is made."""
+    weight_added: float = 0.0
+    """`weight_gradients` then."""
     handed_on: float = 0.0
     """The gradient of the block's input, which is what its backward leaves."""
 
@@ -50,10 +56,26 @@ def block_activations(work: Work, profile: SystemProfile) -> BlockActivations:
     }[work.recompute]
     # A block's input is kept and read again: it is one tensor.
     again = everything - stream if work.recompute in ("layers", "full") else everything - kept
-    raw = profile.bytes_of(work.precision).raw_gradients if profile.master_gathered else 0.0
-    moments = [(beside, elements * raw) for beside, elements in _backward_moments(work, profile)]
-    beside, weights = max(moments, key=sum)
-    return BlockActivations(kept + tables, again + beside, _products_gradients(work), weights, stream)
+    state = profile.bytes_of(work.precision)
+    raw = state.raw_gradients if profile.master_gathered else 0.0
+    besides, made = zip(*_backward_moments(work, profile), strict=True)
+    beside, weights = _largest(besides, accumulate(made), raw)
+    # Gradients that are narrower than the kept ones wait for the rest of their unit.
+    added = _largest(besides, made, raw) if state.raw_gradients == state.gradients else (beside, weights)
+    return BlockActivations(
+        kept=kept + tables,
+        working=again + beside,
+        deferred=_products_gradients(work),
+        weight_gradients=weights,
+        working_added=again + added[0],
+        weight_added=added[1],
+        handed_on=stream,
+    )
+
+
+def _largest(besides: Iterable[float], elements: Iterable[float], element_bytes: float) -> tuple[float, float]:
+    """(bytes beside weights' gradients, bytes of those) where both are most."""
+    return max(zip(besides, (count * element_bytes for count in elements), strict=True), key=sum)
 
 
 def _cast_tables(work: Work, profile: SystemProfile) -> float:
@@ -124,8 +146,8 @@ def _every_second_product(work: Work, profile: SystemProfile) -> float:
 
 
 def _backward_moments(work: Work, profile: SystemProfile) -> tuple[tuple[float, float], ...]:
-    """(bytes of activations and their gradients beside everything saved, elements of weights that have gradients) at
-    the moments of a block's backward that can be its largest, in order.
+    """(bytes of activations and their gradients beside everything saved, elements of weights whose gradients have been
+    made since the moment before) at the moments of a block's backward that can be its largest, in order.
 
     Autograd takes the feed-forward layer first: its last product, the activation function, the products in front of
     it, then attention. A saved tensor is given back once its operation is done. A product computes its weight's
@@ -142,16 +164,16 @@ def _backward_moments(work: Work, profile: SystemProfile) -> tuple[tuple[float, 
     if model.gated:
         return (
             last_product,
-            (2.0 * inner + stream, matrix),
-            (whole + stream - inner, 2.0 * matrix),
-            (2.0 * whole + stream + (1.0 - saved) * inner, 3.0 * matrix),
-            (2.0 * whole + stream - saved * inner, 3.0 * matrix + others),
+            (2.0 * inner + stream, 0.0),
+            (whole + stream - inner, matrix),
+            (2.0 * whole + stream + (1.0 - saved) * inner, matrix),
+            (2.0 * whole + stream - saved * inner, others),
         )
     return (
         last_product,
-        (inner + stream, matrix),
-        (whole + stream + (1.0 - saved) * inner, 2.0 * matrix),
-        (2.0 * whole + stream - saved * inner, 2.0 * matrix + others),
+        (inner + stream, 0.0),
+        (whole + stream + (1.0 - saved) * inner, matrix),
+        (2.0 * whole + stream - saved * inner, others),
     )
 
 

@@ -119,7 +119,7 @@ class Bounds:
             course,
             # In the first block's backward, what is kept is still there beside what that block works on.
             activations=sum(each * (held * block.kept - inputs) for each, held in zip(in_flight, layers, strict=True))
-            + block.working,
+            + min(block.working, block.working_added),
             # Of several stages some may have no gradients yet.
             all_gradients=course.virtual_stages == 1 and count > max(in_flight),
             states_of=(sum(layers), count == 1, course.schedule in SPLIT_BACKWARDS),

@@ -236,10 +236,10 @@ def _instants(work: Work, common: Common, held: Held, rank: int) -> tuple[Instan
         # The first of two micro-batches gives no copies back. Gradients of its last block and the embedding come later.
         share = 0.0 if work.offload else 1.0 - states.gathered_last / states.gathered
         first = states.gradients * share, states.gathered, block.kept + lasting
-        moments += _in_block(*first, buffers, block, states)
+        moments += _in_block(*first, buffers, block, states, facts)
     # A last block's own gradients are not kept yet; the embedding comes after it.
     gradients = 0.0 if work.offload else max(0.0, float(states.gradients - states.last_gradients))
-    return (*moments, *_in_block(gradients, last, block.kept + lasting, buffers, block, states))
+    return (*moments, *_in_block(gradients, last, block.kept + lasting, buffers, block, states, facts))
 
 
 def _around_loss(
@@ -260,7 +260,7 @@ def _around_loss(
     spare = float(others * states.gathered_unit)
     reducing = states.reducing if started and facts.pipeline > 1 else 0.0
     gathered = states.gathered + spare
-    weights = min(block.weight_gradients, states.weight_gradients)
+    working, weights = _at_work(facts, block, states)
     loss = (gradients, states.gathered_at_loss + spare, kept + common.beside_logits, common.logits)
     # Copies are given back in the last micro-batch; it is the one after which most is kept if there are two.
     last = facts.micro_batches == 1 or (facts.micro_batches == 2 and facts.pipeline == 1 and started)
@@ -269,13 +269,13 @@ def _around_loss(
         gradients += 0.0 if work.offload else states.ends_gradients
     # In front of the first block it is the head's gradients that are being reduced.
     first = (float(states.reducing_head) if held.head else reducing) + weights
-    at_end = _in_block(gradients, gathered, kept, buffers, block, states)[1:]
+    at_end = _in_block(gradients, gathered, kept, buffers, block, states, facts)[1:]
     # Gradients that were added up are summed over the ranks in the last micro-batch, with which a pipeline is almost
     # empty; those of a single unit when all else is done.
     summed_last = states.one_unit or (states.summed_gradients > 0 and facts.pipeline > 1)
-    second = gathered - states.block_weights * last, kept - block.kept + block.working
+    second = gathered - states.block_weights * last, kept - block.kept + working
     moments = (
-        (gradients, gathered, kept + block.working, 0.0, buffers + first),
+        (gradients, gathered, kept + working, 0.0, buffers + first),
         *(at_end[:1] if summed_last else at_end),
         (gradients, *second, 0.0, buffers + states.reducing + weights),
     )
@@ -289,19 +289,32 @@ def _around_loss(
 
 
 def _in_block(
-    gradients: float, gathered: float, kept: float, buffers: float, block: BlockActivations, states: StateMemory
+    gradients: float,
+    gathered: float,
+    kept: float,
+    buffers: float,
+    block: BlockActivations,
+    states: StateMemory,
+    facts: ParallelFacts,
 ) -> tuple[Instant, ...]:
     """A block's backward: where most of it is there at once; at its end, when all its gradients are and nothing of what
     it kept; and while these are summed, where that takes buffers of its own."""
-    weights, after = min(block.weight_gradients, states.weight_gradients), kept - block.kept + block.handed_on
+    (working, weights), after = _at_work(facts, block, states), kept - block.kept + block.handed_on
     moments = (
-        (gradients, gathered, kept + block.working, 0.0, buffers + states.reducing + weights),
+        (gradients, gathered, kept + working, 0.0, buffers + states.reducing + weights),
         (gradients, gathered, after, 0.0, buffers + states.transient_gradients),
     )
     if not states.summed_alone:
         return moments
     left = max(0.0, gradients - states.summed_gradients), max(0.0, gathered - states.summed_weights)
     return (*moments, (*left, after, 0.0, buffers + states.summed_alone))
+
+
+def _at_work(facts: ParallelFacts, block: BlockActivations, states: StateMemory) -> tuple[float, float]:
+    """What a block's backward works on and the weights' gradients beside it."""
+    if facts.zero_stage < 2 and facts.micro_batches > 1:
+        return block.working_added, min(block.weight_added, states.weight_gradients)
+    return block.working, min(block.weight_gradients, states.weight_gradients)
 
 
 def checkpoint_bytes(config: RunConfig, profile: SystemProfile) -> int:
