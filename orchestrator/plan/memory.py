@@ -225,8 +225,8 @@ def _instants(work: Work, common: Common, held: Held, rank: int) -> tuple[Instan
     moments = [moment for crest in found for moment in _around_loss(work, common, held, crest, buffers, lasting)]
     if held.head and states.buffer_at_loss and not states.gathered_unit:
         # In a step's first micro-batch, when the head's weights, which stay whole, have just come.
-        kept, at_loss = sum(held.layers) * block.kept + common.beside_logits, buffers + states.buffer_at_loss
-        moments.append((0.0, float(states.gathered_at_loss), kept, common.logits, at_loss))
+        kept, gathered = sum(held.layers) * block.kept + common.beside_logits, states.gathered_at_loss
+        moments.append((0.0, float(gathered + states.buffer_at_loss), kept, common.logits, buffers))
     spare = float((len(held.layers) - 1) * states.gathered_unit)
     buffers += (len(held.layers) - 1) * states.reducing
     last = states.gathered_last + spare
@@ -261,7 +261,8 @@ def _around_loss(
     reducing = states.reducing if started and facts.pipeline > 1 else 0.0
     gathered = states.gathered + spare
     working, weights = _at_work(facts, block, states)
-    loss = (gradients, states.gathered_at_loss + spare, kept + common.beside_logits, common.logits)
+    at_loss = states.gathered_at_loss + spare + (states.buffer_at_loss if states.gathered_unit else 0)
+    loss = (gradients, at_loss, kept + common.beside_logits, common.logits, buffers + reducing)
     # Copies are given back in the last micro-batch; it is the one after which most is kept if there are two.
     last = facts.micro_batches == 1 or (facts.micro_batches == 2 and facts.pipeline == 1 and started)
     if held.head:
@@ -281,11 +282,10 @@ def _around_loss(
     )
     if not held.head:
         return moments
-    at_loss = (*loss, buffers + reducing + (states.buffer_at_loss if states.gathered_unit else 0.0))
     if summed_last:
-        return (at_loss, *moments)
+        return (loss, *moments)
     summed = 0.0 if work.offload else max(0.0, gradients - states.ends_summed)
-    return (at_loss, (summed, gathered, kept + block.handed_on, 0.0, buffers + states.transient_ends), *moments)
+    return (loss, (summed, gathered, kept + block.handed_on, 0.0, buffers + states.transient_ends), *moments)
 
 
 def _in_block(

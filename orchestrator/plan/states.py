@@ -43,7 +43,7 @@ class StateMemory:
     gathered_at_loss: int
     """The same while the loss is computed: in stage 3 none, or those of the head."""
     buffer_at_loss: int
-    """What the head's weights came in, which torch keeps until the next unit is gathered."""
+    """Gathered as well: what the head's weights came in, which torch keeps until the next unit is gathered."""
     gathered_unit: int
     """Copy of one block, where copies are given back unit by unit (stage 3)."""
     gathered_last: int

@@ -75,10 +75,14 @@ HEAD_7B = 32000 * 4096 + 4096
 
 
 @pytest.mark.parametrize("stage, elements", [
-    (0, PARAMETERS_7B - BLOCK_7B - HEAD_7B), (1, PARAMETERS_7B), (2, PARAMETERS_7B), (3, 2 * BLOCK_7B),
+    (0, PARAMETERS_7B - BLOCK_7B - HEAD_7B),
+    (1, PARAMETERS_7B + HEAD_7B),
+    (2, PARAMETERS_7B + HEAD_7B),
+    (3, 2 * BLOCK_7B),
 ])  # fmt: skip
 def test_copies_for_computing_stay_from_forward_to_backward_except_in_stage_3(stage: int, elements: int) -> None:
-    """Stage 0 needs most while a block's gradients are summed, when its copy and the head's have been given back."""
+    """Stage 0 needs most while a block's gradients are summed, when its copy and the head's have been given back, the
+    next two at the loss, when what the head's came in is there as well."""
     keeps_much = {"activation_checkpointing": "none"}
     (rank,) = memories(plan_of(parallel={"data": 8, "zero_stage": stage}, training=keeps_much))
     assert rank.gathered_bytes == 2 * elements
