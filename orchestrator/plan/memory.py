@@ -252,6 +252,11 @@ def _around_loss(
     has = 1.0
     if not all(crest.begun):
         has = sum(share for share, begun in zip(held.gradient_shares, crest.begun, strict=True) if begun)
+    # Of a stage that is done, gradients that were added up are cut by now, and copies are given back.
+    gone = sum(share for share, done in zip(held.gradient_shares, crest.done, strict=False) if done)
+    if gone and facts.zero_stage == 1:
+        has -= gone * (1.0 - 1.0 / facts.zero_group)
+    copies = 1.0 if states.gathered_unit else 1.0 - gone
     gradients = 0.0 if work.offload else states.gradients * has
     kept = _bytes_of(crest.kept, common, held) + lasting
     # Each further stage of a rank keeps the last buffers that its own units were gathered and reduced in; in a pipeline
@@ -259,9 +264,9 @@ def _around_loss(
     buffers += others * (states.reducing if started else 0)
     spare = float(others * states.gathered_unit)
     reducing = states.reducing if started and facts.pipeline > 1 else 0.0
-    gathered = states.gathered + spare
+    gathered = states.gathered * copies + spare
     working, weights = _at_work(facts, block, states)
-    at_loss = states.gathered_at_loss + spare + (states.buffer_at_loss if states.gathered_unit else 0)
+    at_loss = states.gathered_at_loss * copies + spare + (states.buffer_at_loss if states.gathered_unit else 0)
     loss = (gradients, at_loss, kept + common.beside_logits, common.logits, buffers + reducing)
     # Copies are given back in the last micro-batch; it is the one after which most is kept if there are two.
     last = facts.micro_batches == 1 or (facts.micro_batches == 2 and facts.pipeline == 1 and started)

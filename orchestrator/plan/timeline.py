@@ -167,6 +167,8 @@ class Crest:
     kept: tuple[Kept, ...]
     weight: float
     """What that comes to in the unit of the stages' weights."""
+    done: tuple[bool, ...] = ()
+    """Whether the last backward pass of the stage is over, where one is; only of schedules with whole ones."""
 
 
 @lru_cache(maxsize=65536)
@@ -200,7 +202,8 @@ def _crests(shape: Shape, rank: int, stage_weights: tuple[float, ...], weights_o
     virtual_stages = shape.virtual_stages
     place = {stage: at for at, stage in enumerate(stages_of_rank(rank, shape.pipeline, virtual_stages, shape.schedule))}
     whole, rest, begun = [0] * virtual_stages, [0] * virtual_stages, [False] * virtual_stages
-    found: list[tuple[tuple[bool, ...], tuple[int, ...], tuple[int, ...], float]] = []
+    left, done = [shape.micro_batches] * virtual_stages, ()
+    found: list[tuple[tuple[bool, ...], tuple[int, ...], tuple[int, ...], float, tuple[bool, ...]]] = []
     weight, most = 0.0, -1.0
     for stage, kind, _, _ in rank_actions(shape, rank):
         at = place[stage]
@@ -216,13 +219,17 @@ def _crests(shape: Shape, rank: int, stage_weights: tuple[float, ...], weights_o
             weight -= stage_weights[at] * (1 - weights_only_share if kind == "I" else 1.0)
         if kind != "F" and not begun[at]:
             begun[at], most = True, -1.0
+        if kind == "B" and shape.schedule not in SPLIT_BACKWARDS:
+            left[at] -= 1
+            if not left[at] and any(left):
+                done, most = tuple(not count for count in left), -1.0
         if weight > most * (1 + 1e-12):
-            highest = (tuple(begun), tuple(whole), tuple(rest), weight)
+            highest = (tuple(begun), tuple(whole), tuple(rest), weight, done)
             found[len(found) - (most >= 0) :] = [highest]
             most = weight
     return tuple(
-        Crest(begun_then, tuple(map(Kept, whole_then, rest_then)), weight_then)
-        for begun_then, whole_then, rest_then, weight_then in found
+        Crest(begun_then, tuple(map(Kept, whole_then, rest_then)), weight_then, done_then)
+        for begun_then, whole_then, rest_then, weight_then, done_then in found
     )
 
 
@@ -231,12 +238,14 @@ def highest_crests(
     shape: Shape, rank: int, stage_weights: tuple[float, ...], weights_only_share: float = 1.0
 ) -> tuple[Crest, ...]:
     """Those of `crests` that can be where a rank holds most: without one after which as much is kept and more stages
-    have gradients."""
+    have gradients, and without one before which that is so because stages are done since."""
+    found = crests(shape, rank, stage_weights, weights_only_share)
     chosen: list[Crest] = []
-    for crest in reversed(crests(shape, rank, stage_weights, weights_only_share)):
+    for crest in reversed([each for each in found if not each.done]):
         if not chosen or crest.weight > chosen[-1].weight * (1 + 1e-9):
             chosen.append(crest)
-    return tuple(reversed(chosen))
+    most = max((crest.weight for crest in chosen if all(crest.begun)), default=0.0)
+    return (*reversed(chosen), *(crest for crest in found if crest.done and crest.weight > most))
 
 
 def _crests_of_one_stage(shape: Shape, rank: int) -> tuple[Crest, ...]:

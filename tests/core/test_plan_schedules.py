@@ -197,8 +197,16 @@ def test_long_steps_cost_no_more_than_short_ones() -> None:
     ("shape", "rank", "expected"),
     [
         # All forwards come first; the second stage's gradients are there while 31 of 32 are still kept.
-        (Shape("interleaved_1f1b", 16, 2, 16), 1, [((False, False), 32), ((False, True), 31), ((True, True), 15)]),
-        (Shape("interleaved_1f1b", 16, 2, 16), 15, [((False, False), 17), ((False, True), 17), ((True, True), 15)]),
+        (
+            Shape("interleaved_1f1b", 16, 2, 16),
+            1,
+            [((False, False), 32), ((False, True), 31), ((False, True), 16), ((True, True), 15)],
+        ),
+        (
+            Shape("interleaved_1f1b", 16, 2, 16),
+            15,
+            [((False, False), 17), ((False, True), 17), ((False, True), 16), ((True, True), 15)],
+        ),
         (Shape("1f1b", 4, 1, 16), 1, [((False,), 3), ((True,), 3)]),
         (Shape("1f1b", 4, 1, 4), 0, [((False,), 4), ((True,), 3)]),
         (Shape("gpipe", 4, 1, 6), 2, [((False,), 6), ((True,), 5)]),
@@ -217,14 +225,21 @@ def test_a_crest_after_which_as_much_is_kept_with_more_gradients_is_left_out() -
     steady = timeline.highest_crests(Shape("interleaved_1f1b", 4, 2, 32), 0, (1.0, 1.0))
     assert [crest.begun for crest in steady] == [(True, True)]
     few = timeline.highest_crests(Shape("interleaved_1f1b", 16, 2, 16), 1, (1.0, 1.0))
-    assert [crest.weight for crest in few] == [32, 31, 15]
+    assert [crest.weight for crest in few] == [32, 31, 16, 15]
+
+
+def test_a_stage_is_done_with_the_last_of_its_whole_backward_passes() -> None:
+    few = timeline.crests(Shape("interleaved_1f1b", 16, 2, 16), 15, (1.0, 1.0))
+    assert [crest.done for crest in few] == [(), (), (False, True), (False, True)]
+    split = timeline.crests(Shape("zbv_zero_bubble", 4, 2, 8), 0, (1.0, 1.0))
+    assert not any(crest.done for crest in split)
 
 
 @given(schedule_shapes(), st.integers(0, 5))
 def test_the_peak_is_the_highest_crest_and_stages_only_begin(shape: Shape, rank: int) -> None:
     weights = tuple(float(index + 1) for index in range(shape.virtual_stages))
     found = timeline.crests(shape, rank % shape.pipeline, weights)
-    counts = [sum(crest.begun) for crest in found]
+    counts = [(sum(crest.begun), sum(crest.done)) for crest in found]
     assert counts == sorted(set(counts))
     peak = peak_kept(shape, rank % shape.pipeline, weights)
     assert (
