@@ -202,7 +202,8 @@ def _crests(shape: Shape, rank: int, stage_weights: tuple[float, ...], weights_o
     virtual_stages = shape.virtual_stages
     place = {stage: at for at, stage in enumerate(stages_of_rank(rank, shape.pipeline, virtual_stages, shape.schedule))}
     whole, rest, begun = [0] * virtual_stages, [0] * virtual_stages, [False] * virtual_stages
-    left, done = [shape.micro_batches] * virtual_stages, ()
+    left = [shape.micro_batches] * virtual_stages
+    done: tuple[bool, ...] = ()
     found: list[tuple[tuple[bool, ...], tuple[int, ...], tuple[int, ...], float, tuple[bool, ...]]] = []
     weight, most = 0.0, -1.0
     for stage, kind, _, _ in rank_actions(shape, rank):
