@@ -123,6 +123,7 @@ def _one_stays_away(rank: int, world: int, degrees: dict[str, int]) -> str:
     store = dist.distributed_c10d._get_default_store()
     if rank == world - 1:
         store.wait(["tried"])  # it is here, and does not take part
+        store.set("seen", "")
         return ""
     try:
         check_groups(mesh, torch.device("cpu"), 1.0)
@@ -130,6 +131,7 @@ def _one_stays_away(rank: int, world: int, degrees: dict[str, int]) -> str:
         return str(error)
     finally:
         store.set("tried", "")
+        store.wait(["seen"])  # the store ends with this rank
     return "nothing was noticed"
 
 
