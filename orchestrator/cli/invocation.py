@@ -46,6 +46,12 @@ class Invocation:
     """Values of `VALUE_FLAGS` and `CLUSTER_FLAGS` that were given, and the `SWITCHES`."""
     problems: list[Problem] = field(default_factory=list)
 
+    @property
+    def asked(self) -> str:
+        """What was asked for, in the user's words: `verify`, `checkpoint import`."""
+        second = self.overrides[:1] if self.command == "checkpoint" else []
+        return " ".join([self.command, *second])
+
     def load(self, overrides: Sequence[str] | None = None) -> RunConfig:
         """The configuration that was asked for. Raises ConfigError with its problems and those of the command line."""
         from orchestrator.cli.live import ask_cluster

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from orchestrator import __version__
 from orchestrator.cli import commands
-from orchestrator.cli.invocation import Invocation, parse
+from orchestrator.cli.invocation import DEFAULT_COMMAND, Invocation, parse
 from orchestrator.cli.show import print_problems
 from orchestrator.config import locate
 from orchestrator.config.suggest import did_you_mean, nearest
@@ -28,12 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. Never raises for a user's mistake or an interrupt."""
     if sys.stdout is None:  # closed by the caller (`>&-`): the exit code still says what happened
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    invocation = parse(sys.argv[1:] if argv is None else argv)
     try:
-        code = _dispatch(parse(sys.argv[1:] if argv is None else argv))
+        code = _dispatch(invocation)
         sys.stdout.flush()
         return code
     except OrchestratorError as error:
-        opening = "" if error.exit_code == ConfigError.exit_code else "The run failed."
+        opening = "" if error.exit_code == ConfigError.exit_code else _failed(invocation)
         print_problems(error.problems, opening, besides=getattr(error, "besides", 0))
         return error.exit_code
     except KeyboardInterrupt as stop:  # whoever had begun something says what is left of it
@@ -64,6 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except Exception:
         return _defect()
+
+
+def _failed(invocation: Invocation) -> str:
+    """The line above what went wrong: only `train` is a run."""
+    return "The run failed." if invocation.command == DEFAULT_COMMAND else f"`{invocation.asked}` failed."
 
 
 def _defect() -> int:

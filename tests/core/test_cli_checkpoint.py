@@ -166,4 +166,5 @@ def test_a_folder_that_may_not_be_read_is_named(say, runs: Path, monkeypatch: py
     monkeypatch.setattr(find, "committed_folders", refuse)
     said = say("ls", "mine")
     assert said.code == 3
+    assert said.err.startswith("`checkpoint ls` failed.\n1. ")
     assert f"{runs} may not be read or written by this user" in " ".join(said.err.split())

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli import commands
+from orchestrator.cli import checkpoint, commands
 from orchestrator.cli.main import main
 from orchestrator.config import locate
+from orchestrator.errors import RunError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -115,6 +116,30 @@ def test_a_mistake_ends_with_exit_code_2_and_a_remedy_on_stderr(say, words: list
     assert said.code == 2
     assert told in said.err
     assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "opening"),
+    [
+        (["+experiment=quickstart"], "The run failed."),
+        (["train"], "The run failed."),
+        *(([name], f"`{name}` failed.") for name in commands.offered() if name not in ("train", "checkpoint")),
+        *((["checkpoint", word, "a", "b"], f"`checkpoint {word}` failed.") for word in checkpoint.offered()),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_fails_is_named_as_it_was_asked_for_and_only_a_training_is_a_run(
+    say, monkeypatch: pytest.MonkeyPatch, words: list[str], opening: str
+) -> None:
+    def fails(*_: object) -> int:
+        raise RunError("the disk is gone")
+
+    named = words[0] if words[0] in commands.offered() else "train"
+    module = checkpoint.subcommand(words[1]) if named == "checkpoint" else commands.command(named)
+    monkeypatch.setattr(module, "run", fails)
+    said = say(*words)
+    assert said.code == 3
+    assert said.err == f"{opening}\n1. the disk is gone\n"
 
 
 def test_several_problems_are_numbered(say) -> None:

@@ -182,7 +182,9 @@ def test_an_export_that_the_store_refuses_on_the_way_leaves_nothing(
     store.answer(403, "AccessDenied", method="PUT", part="model-00002", times=1000)
     words = ["--max-shard-size", "4KB", "--tokenizer", "none"]
     assert main(["checkpoint", "export", str(tmp_path / "own"), place, *words]) == 3
-    assert "refuses our credentials" in " ".join(capsys.readouterr().err.split())
+    said = capsys.readouterr().err
+    assert said.startswith("`checkpoint export` failed.\n1. ")
+    assert "refuses our credentials" in " ".join(said.split())
     assert files_at(place) == []
     uploads = store.client().list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
     assert not [upload for upload in uploads if upload["Key"].startswith(place.partition(f"{BUCKET}/")[2])]

@@ -137,7 +137,7 @@ def test_a_failing_rank_is_told_without_a_traceback_of_the_command(
     monkeypatch.setattr(verify, "verify", partial(verify.verify, mistake=faults.nothing_but_an_error))
     assert main(["verify", *PLAN]) == 3
     said = capsys.readouterr().err
-    assert said.startswith("The run failed.\n1. Rank ")
+    assert said.startswith("`verify` failed.\n1. Rank ")
     assert "a deliberate error" in said
     assert "defect of the program" not in said
 
