@@ -18,10 +18,11 @@ from orchestrator.plan.dryrun_problems import problems_of
 from orchestrator.plan.dryrun_report import report
 from orchestrator.plan.make import make_plan
 from orchestrator.plan.planned_rank import CATEGORIES
-from orchestrator.plan.roles import roles_of
+from orchestrator.plan.roles import extended, roles_of
 from orchestrator.plan.run_plan import RunPlan
 from tests.benchmarks.dryrun_planner import BLOCKS, MEDIAN, WORST, Case, compare
 from tests.core import plan_cases
+from tests.engine import plain_pipeline
 from tests.engine.cases import tiny_plan
 from tests.engine.gloo import on_ranks
 
@@ -165,6 +166,24 @@ def test_plain_fsdp_of_llama_7b_holds_what_is_known_of_it(stage: int, recompute:
     from tests.engine.plain_fsdp import peak_bytes
 
     assert peak_bytes(stage, recompute) / 2**30 == pytest.approx(gib, rel=0.02)
+
+
+@pytest.mark.parametrize("rank, recompute, gib", plain_pipeline.KNOWN)
+def test_plain_3d_parallelism_of_llama_70b_holds_what_is_known_of_it(rank: int, recompute: str, gib: float) -> None:
+    """Tensor 8 with sequence parallel, pipeline 4 (1F1B, 8 micro-batches), data 4: the figures of 20 blocks a rank from
+    steps with 2 and 3. The account counts the same bytes as the tracker that knows nothing of the engine."""
+    few, more = plain_pipeline.peaks(rank, recompute, 2, 3)
+    for each in (few, more):
+        assert sum(each.memory.values()) == each.bytes
+    assert extended(few.bytes, more.bytes, (2, 3), plain_pipeline.BLOCKS) / 2**30 == pytest.approx(gib, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank, recompute, gib", plain_pipeline.KNOWN)
+def test_the_same_holds_of_all_its_blocks(rank: int, recompute: str, gib: float) -> None:
+    (whole,) = plain_pipeline.peaks(rank, recompute, plain_pipeline.BLOCKS)
+    assert sum(whole.memory.values()) == whole.bytes
+    assert whole.bytes / 2**30 == pytest.approx(gib, rel=0.02)
 
 
 SUBSET = (
