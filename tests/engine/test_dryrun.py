@@ -186,6 +186,17 @@ def test_the_same_holds_of_all_its_blocks(rank: int, recompute: str, gib: float)
     assert whole.bytes / 2**30 == pytest.approx(gib, rel=0.02)
 
 
+def test_what_the_engine_holds_less_than_plain_torch_is_the_embeddings_gradient() -> None:
+    """With stage 1, which keeps gradients whole as torch's pipeline does: torch's style for an embedding leaves its
+    gradient whole on every tensor rank, the engine's cuts it."""
+    (torchs,) = plain_pipeline.peaks(0, "full", 2)
+    ours = sound(simulate(plain_pipeline.declared("full", 2, stage=1), 0)).memory
+    for name in ("parameters", "gathered", "optimizer"):
+        assert ours[name] == torchs.memory[name]
+    table = 32000 * 8192 * 4
+    assert torchs.memory["gradients"] - ours["gradients"] == table - table // plain_pipeline.TENSOR
+
+
 SUBSET = (
     Case("stage 1, selective", {"data": 8, "zero_stage": 1}, 16, "selective", {"num_hidden_layers": 2}),
     Case("stage 3", {"data": 8, "zero_stage": 3}, 8, "none", {"num_hidden_layers": 2}),
