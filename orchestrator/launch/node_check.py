@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.schema import RunConfig
+from orchestrator.config.urls import is_url
 from orchestrator.data.tokenizers import BYTES
 from orchestrator.errors import Problem
 from orchestrator.launch.probe import GpuUse, NodeFacts, own_facts, probe_nodes
@@ -72,12 +73,21 @@ def written_folders(config: RunConfig) -> dict[str, Path]:
 
 
 def read_paths(config: RunConfig) -> dict[str, str]:
-    """Path -> key, for files that every node reads."""
-    data = config.data
-    paths = {data.path: "data.path"} if data.source == "text" and data.path and not glob.has_magic(data.path) else {}
-    if data.source != "synthetic" and data.tokenizer != BYTES:
-        paths[data.tokenizer] = "data.tokenizer"
-    return paths
+    """Path -> key, for what every node reads; of a pattern the folder above it, object stores left out."""
+    data, checkpoint = config.data, config.checkpoint
+    named = {
+        "data.path": data.path if data.source == "text" else None,
+        "data.tokenizer": data.tokenizer if data.source != "synthetic" and data.tokenizer != BYTES else None,
+        "checkpoint.resume": checkpoint.resume if checkpoint.resume not in ("auto", "never") else None,
+        "checkpoint.init_from": checkpoint.init_from,
+    }
+    return {str(_without_pattern(Path(place))): key for key, place in named.items() if place and not is_url(place)}
+
+
+def _without_pattern(path: Path) -> Path:
+    while glob.has_magic(str(path)):
+        path = path.parent
+    return path
 
 
 def _existing(path: Path) -> Path:
@@ -192,7 +202,7 @@ def _paths(answered: Answered, driver: Driver) -> list[Problem]:
         if not blind:
             continue
         if path in driver.fresh:
-            what = f"what is written to it here is not seen on {_named(blind)}: it is no folder that all nodes share"
+            what = f"what is written to {Path(path).parent} here is not seen on {_named(blind)}: they do not share it"
             fix = f"Give {key} a folder that every node mounts at the same path (infra/README.md says how)."
         else:
             what = f"{path} does not exist on {_named(blind)}"

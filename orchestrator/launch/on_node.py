@@ -46,7 +46,7 @@ def code() -> tuple[str, str]:
     """(fingerprint of our source files, their place); (empty, reason) where they are not found."""
     digest = hashlib.sha256()
     place = ""
-    for package in ("models", "orchestrator"):
+    for package in ("orchestrator", "models"):
         try:
             found = importlib.util.find_spec(package)
         except (ImportError, ValueError) as error:
@@ -56,7 +56,7 @@ def code() -> tuple[str, str]:
         root = pathlib.Path(found.origin).parent
         for file in sorted(root.rglob("*.py")):
             digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
-        place = str(root)
+        place = place or str(root)
     return digest.hexdigest()[:16], place
 
 

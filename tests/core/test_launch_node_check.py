@@ -138,6 +138,20 @@ def test_the_paths_are_those_that_every_node_reads(tmp_path: Path) -> None:
     assert read_paths(load_config([])) == {}
 
 
+def test_the_checkpoint_that_a_run_begins_with_is_read_on_every_node_and_one_in_a_store_is_not_looked_for() -> None:
+    words = ["checkpoint.init_from=/shared/imported/step-00000000", "checkpoint.resume=/shared/old/step-00000100"]
+    assert read_paths(load_config(words)) == {
+        "/shared/imported/step-00000000": "checkpoint.init_from",
+        "/shared/old/step-00000100": "checkpoint.resume",
+    }
+    assert read_paths(load_config(["checkpoint.init_from=s3://bucket/imported/step-00000000"])) == {}
+
+
+def test_of_a_pattern_the_folder_above_it_is_looked_for() -> None:
+    words = ["data=text", "data.path='/shared/texts/part-*/[a-f]*.txt'", "data.tokenizer=bytes"]
+    assert read_paths(load_config(words)) == {"/shared/texts": "data.path"}
+
+
 def test_this_process_finds_the_package_it_runs() -> None:
     facts = own_facts()
     assert facts.code

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import yaml
 
+import models
+import orchestrator
 from orchestrator.cli import main as cli
 from orchestrator.errors import RunError
 from orchestrator.launch.hardware import check_hardware
 from orchestrator.launch.session import ray_session
 from orchestrator.plan.run_plan import RunPlan
+from tests.launch.other_node import can_be_elsewhere, elsewhere
 from tests.launch.plans import cuda_plan
 
 pytestmark = pytest.mark.ray
@@ -21,12 +26,18 @@ pytestmark = pytest.mark.ray
 LABELS = {"ray.io/accelerator-type": "A100-80G", "acme.com/rack": "r1"}
 
 
+def installed(folder: Path, name: str, version: str) -> None:
+    """What pip leaves of a distribution, for an environment that has `folder` on its path."""
+    facts = folder / f"{name}-{version}.dist-info"
+    facts.mkdir(parents=True)
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
+
+
 @pytest.fixture(scope="module")
 def unlike(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that, on a node's path, makes it one with an older torch and other code of this package."""
     folder = tmp_path_factory.mktemp("unlike")
-    (folder / "torch-2.12.0.dist-info").mkdir()
-    (folder / "torch-2.12.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.12.0\n")
+    installed(folder, "torch", "2.12.0")
     (folder / "other" / "orchestrator").mkdir(parents=True)
     (folder / "other" / "orchestrator" / "__init__.py").write_text("")
     (folder / "sitecustomize.py").write_text(f"""
@@ -91,6 +102,49 @@ def test_a_training_on_nodes_that_are_unlike_is_refused_by_what_differs(address:
     assert [said for said in problems if "torch is 2.12.0 on node" in said]
     assert [said for said in problems if "would run other code of this package" in said]
     assert len(problems) == 2
+
+
+@pytest.mark.skipif(not can_be_elsewhere(), reason="a process may not have mounts of its own here")
+def test_a_command_is_refused_with_all_that_is_wrong_on_a_node_without_package_shared_folders_and_like_versions(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The node is a raylet that has another environment and finds nothing in our source and on the shared storage."""
+    shared, environment = tmp_path / "shared", tmp_path / "environment"
+    shared.mkdir()
+    (shared / "text.txt").write_text("To be, or not to be. " * 50_000, encoding="utf-8")
+    installed(environment, "ray", "2.59.0")
+    installed(environment, "torch", "2.12.0")
+    ours = [Path(orchestrator.__file__).parent, Path(models.__file__).parent]
+    words = [
+        "+experiment=llama7b_zero2", "cluster.require_labels={pool:far}", f"run.directory={shared}/runs", "data=text",
+        f"data.path={shared}/text.txt", "data.tokenizer=bytes", f"checkpoint.directory={shared}",
+        f"tracking.uri=sqlite:///{tmp_path}/mlflow.db",
+    ]  # fmt: skip
+    far = {**LABELS, "pool": "far"}
+    with elsewhere(address, [shared, *ours], {"PYTHONPATH": str(environment)}, num_cpus=2, num_gpus=8, labels=far):
+        code = cli.main(words)
+    said = capsys.readouterr()
+    assert (code, said.out) == (2, "")
+    torch = version("torch").partition("+")[0]
+    there, same = f"node {socket.gethostname()}", "mounts at the same path (infra/README.md says how)"
+    assert " ".join(said.err.split()) == " ".join(
+        [
+            "6 problems; nothing was started.",
+            f"1. cluster: this package is missing on {there}: there is no package `orchestrator`.",
+            "-> Install it there, or send it along with the run: python -m orchestrator submit",
+            f"2. cluster: versions differ: ray is 2.59.0 on {there} and {version('ray')} here.",
+            "-> Use one environment on all of them: the same image, or `pip install -c infra/constraints.txt`.",
+            f"3. cluster: versions differ: torch is 2.12.0 on {there} and {torch} here.",
+            "-> Use one environment on all of them: the same image, or `pip install -c infra/constraints.txt`.",
+            f"4. run.directory: what is written to {shared} here is not seen on {there}: they do not share it.",
+            f"-> Give run.directory a folder that every node {same}.",
+            f"5. checkpoint.directory: what is written to {shared} here is not seen on {there}: they do not share it.",
+            f"-> Give checkpoint.directory a folder that every node {same}.",
+            f"6. data.path: {shared}/text.txt does not exist on {there}.",
+            "-> Put it on storage that every node mounts at the same path, or copy it there.",
+        ]
+    )
+    assert [file.name for file in shared.iterdir()] == ["text.txt"], "nothing is begun, and nothing left"
 
 
 def test_what_the_cluster_can_never_hold_is_refused_before_nodes_are_asked(address: str) -> None:
