@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
+from orchestrator.launch.answers import silent_nodes
 from orchestrator.placement.topology import Node
 
 NODE_LABEL = "ray.io/node-id"
@@ -41,6 +44,27 @@ def read_nodes(ray: Any, device: str, domain_label: str = DOMAIN_LABEL) -> tuple
             )
         )
     return tuple(nodes)
+
+
+def nodes_now(
+    ray: Any, device: str, domain_label: str, leaving: Collection[str], doubted: Collection[str]
+) -> tuple[Node, ...]:
+    """As `read_nodes`; `leaving` are known to go, `doubted` are asked whether they are still there."""
+    nodes = read_nodes(ray, device, domain_label)
+    silent = silent_nodes(_addresses(ray, {node.node_id for node in nodes} & set(doubted)))
+    return tuple(
+        replace(node, leaving=node.leaving or node.node_id in leaving, silent=node.node_id in silent) for node in nodes
+    )
+
+
+def _addresses(ray: Any, node_ids: Collection[str]) -> dict[str, str]:
+    """Node -> HOST:PORT of its own Ray process."""
+    found = {}
+    for entry in ray.nodes():
+        if entry["NodeID"] in node_ids:
+            host = entry["NodeManagerAddress"]
+            found[entry["NodeID"]] = f"{f'[{host}]' if ':' in host else host}:{entry['NodeManagerPort']}"
+    return found
 
 
 def draining_nodes() -> dict[str, float | None]:

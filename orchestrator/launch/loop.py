@@ -12,7 +12,7 @@ comes out of one queue (`channel.py`), so there is one thread to think about.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
@@ -37,12 +37,13 @@ from orchestrator.launch.request import LaunchOutcome, LaunchRequest
 from orchestrator.launch.timings import Timings
 from orchestrator.launch.watch import Watch
 from orchestrator.placement.assign import verify_placement
-from orchestrator.placement.topology import PlacedRank
+from orchestrator.placement.topology import Node, PlacedRank
 from orchestrator.plan.run_plan import RunPlan
 
 Observe = Callable[[dict[str, Any]], None]
 Status = Literal["finished", "stopped", "failed"]
-MakeAttempt = Callable[[int, RunPlan, frozenset[str]], RayAttempt]
+See = Callable[[frozenset[str], frozenset[str]], Sequence[Node]]
+MakeAttempt = Callable[[int, RunPlan], RayAttempt]
 
 _TICK_SECONDS = 0.2
 """How often deadlines are looked at while nothing happens."""
@@ -61,17 +62,18 @@ class RunLoop:
         channel: Channel,
         observe: Observe,
         timings: Timings,
+        see: See,
         make_attempt: MakeAttempt,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`make_attempt(number, plan, leaving)` makes an attempt on Ray that has not begun, which avoids the nodes in
-        `leaving`; tests pass one without Ray, and a clock."""
+        """`see(leaving, doubted)`: the nodes now; the first are known to go, the second are asked whether they live.
+        `make_attempt(number, plan)`: an attempt on Ray that has not begun. Tests pass both without Ray, and a clock."""
         tolerance = request.plan.config.fault_tolerance
         self._request = request
         self._channel = channel
         self._observe = observe
         self._timings = timings
-        self._make_attempt = make_attempt
+        self._see, self._make_attempt = see, make_attempt
         self._clock = clock
         self._limits = Limits(tolerance.start_timeout_seconds, tolerance.step_timeout_seconds)
         self._tolerance = tolerance
@@ -80,6 +82,7 @@ class RunLoop:
         self._ray_attempts = 0
         self._held: RayAttempt | None = None  # None: nodes are being looked for
         self._held_since = 0.0
+        self._given_up_at = 0.0  # when the last attempt was, or the last generation
         self._generation: Generation | None = None
         self._watch = Watch()
         self._history = History(observe, timings)
@@ -198,7 +201,7 @@ class RunLoop:
         elif self._pending is not None:
             if overdue:  # killed ranks are not gone in time
                 if isinstance(self._pending, RestartRanks):
-                    self._pending = Retry(self._pending.state)
+                    self._pending, self._given_up_at = Retry(self._pending.state), now
                 self._carry_out()
         elif self._look_at_the_nodes(self._held, now):
             return
@@ -235,13 +238,11 @@ class RunLoop:
         return False
 
     def _try_to_place(self, now: float) -> None:
-        number = self._ray_attempts + 1
-
-        def make(plan: RunPlan) -> RayAttempt:
-            return self._make_attempt(number, plan, self._watch.leaving)
-
+        number, watch = self._ray_attempts + 1, self._watch
         try:
-            begun = self._placing.attempt(now, make)
+            begun = self._placing.attempt(
+                now, lambda: self._see(watch.leaving, watch.doubted), lambda plan: self._make_attempt(number, plan)
+            )
         except PlacementError as error:
             if not self._history.count:
                 raise
@@ -249,9 +250,11 @@ class RunLoop:
             self._status = "failed"
             return
         if begun is not None:
+            if self._placing.waited:
+                self._history.way.mark("waiting", now)
+            self._history.way.mark("nodes", self._clock())
             self._ray_attempts = number
             self._held, self._held_since = begun, now
-            self._history.way.mark("nodes", self._clock())
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
@@ -300,7 +303,7 @@ class RunLoop:
         self._observe(restart_event(decision, kind, detail, attempt=self._history.count))
 
     def _kill_then(self, decision: RestartRanks | Retry | Stop, now: float, ask_where: list[int]) -> None:
-        self._pending = decision
+        self._pending, self._given_up_at = decision, now
         self._deadline = now + _CLEAR_SECONDS
         if self._generation is None or self._held is None or isinstance(decision, Retry):
             # Nodes may be gone with their ranks, so nobody is waited for: what is left ends with its supervisor.
@@ -313,6 +316,8 @@ class RunLoop:
     def _carry_out(self) -> None:
         decision, self._pending, self._deadline = self._pending, None, None
         if isinstance(decision, Retry) and self._held is not None:
+            self._watch.note_doubt(self._held.held)
+            self._placing.again(self._given_up_at, self._held.held)
             self._held.end()
         self._history.way.mark("killed", self._clock())
         if isinstance(decision, RestartRanks):
@@ -320,7 +325,6 @@ class RunLoop:
         elif isinstance(decision, Retry):
             self._held = self._generation = None
             self._watch.begin()
-            self._placing.again()
         else:
             self._status = "stopped" if self._stop_signals and not self._history.ended_in_failure else "failed"
 

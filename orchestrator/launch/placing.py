@@ -1,36 +1,36 @@
 """Finding nodes for the next attempt: what can never fit is refused at once, what does not fit now is waited for.
 
 After nodes were lost the plan of the beginning comes first again, then the smaller one that the run went on with; when
-neither fits for long enough, a plan for what remains is made (`plan/replan.py`). Waiting has a visible reason and a
-limit. Knows no Ray: an attempt is begun by the caller's function, the time comes in.
+neither fits for long enough since the loss was noticed, a plan for what remains is made (`plan/replan.py`). Waiting has
+a visible reason and a limit. Knows no Ray: the nodes, the time and whoever begins an attempt come in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from orchestrator.config.schema import FaultToleranceConfig
 from orchestrator.errors import PlacementError, PlanError, Problem
 from orchestrator.placement.shares import choose_shares, fits_when_free, usable_nodes
 from orchestrator.placement.topology import Node, need_of
-from orchestrator.plan.replan import Replanned, replan
+from orchestrator.plan.replan import replan
 from orchestrator.plan.run_plan import RunPlan
 
 _AGAIN_SECONDS = 1.0
 """Between two looks at what is free."""
+_SOON_SECONDS = 0.2
+"""The same while what the attempt before has held is being freed."""
 _QUIET_SECONDS = 2.0
-"""What an attempt before has held is free again within about a second; nobody needs to hear of that."""
+"""How long that may take, and how long whatever is in the way is not spoken of."""
 
 
 class Placeable(Protocol):
     """An attempt that has not begun."""
 
-    def nodes(self) -> tuple[Node, ...]:
-        """The cluster's nodes, with what is free on them now."""
-
-    def begin(self) -> None:
-        """Choose nodes and begin; raises `PlacementError` when they do not hold the plan."""
+    def begin(self, nodes: Sequence[Node]) -> None:
+        """Choose among `nodes` and begin; raises `PlacementError` when they do not hold the plan."""
 
 
 AttemptT = TypeVar("AttemptT", bound=Placeable)
@@ -46,32 +46,46 @@ class Placing(Generic[AttemptT]):
         self._tolerance = tolerance
         self._observe = observe
         self._lost = False
-        self._since: float | None = None
-        self._last_try = 0.0
+        self._since: float | None = None  # patience counts from here: the loss was noticed, or the first look
+        self._held: Mapping[str, int] = {}
+        self._first_look: float | None = None
+        self._last_look = 0.0
+        self._settled = False
+        self._over = math.inf
         self._told = ""
+        self.waited = False
+        """Whether the nodes did not hold the plan at the first look."""
         self.plan = plan
         """The plan of the attempt that was begun last."""
 
-    def again(self) -> None:
-        """Nodes were lost or left: begin to look anew, with patience for their return."""
-        self._lost, self._since, self._told = True, None, ""
+    def again(self, noticed: float, held: Mapping[str, int]) -> None:
+        """Nodes were lost or left, which was noticed then: begin to look anew, with patience for their return. `held`
+        are the slots that the attempt before had on each of its nodes."""
+        self._lost, self._since, self._held = True, noticed, held
+        self._first_look, self._told = None, ""
 
-    def attempt(self, now: float, make: Callable[[RunPlan], AttemptT]) -> AttemptT | None:
-        """Try once; the attempt when it has begun. Raises `PlacementError` when waiting is no use, or is over."""
-        if self._since is None:
-            self._since = now
-        elif now - self._last_try < _AGAIN_SECONDS:
+    def attempt(
+        self, now: float, see: Callable[[], Sequence[Node]], make: Callable[[RunPlan], AttemptT]
+    ) -> AttemptT | None:
+        """Look at the nodes, once; the attempt when it has begun. Raises `PlacementError` when waiting is no use, or is
+        over."""
+        if self._first_look is None:
+            self._first_look, self._over = now, math.inf
+            self._since = now if self._since is None else self._since
+        elif not self._due(now):
             return None
-        self._last_try = now
-        waited = now - self._since
+        self.waited = now > self._first_look
+        self._last_look = now
+        nodes = see()
+        self._settled = now - self._first_look >= _QUIET_SECONDS or (self._lost and self._freed(nodes))
         candidates = [self._asked]
-        if self.plan is not self._asked and waited >= _QUIET_SECONDS:
+        if self.plan is not self._asked and self._settled:
             candidates.append(self.plan)
         refusal: PlacementError | None = None
         for plan in candidates:
             tried = make(plan)
             try:
-                tried.begin()
+                tried.begin(nodes)
             except PlacementError as error:
                 refusal = refusal or error
                 continue
@@ -80,11 +94,23 @@ class Placing(Generic[AttemptT]):
                 self._tell_grown()
             return tried
         assert refusal is not None
-        return self._later(waited, refusal, tried.nodes(), make)
+        return self._later(now, refusal, nodes, make)
+
+    def _due(self, now: float) -> bool:
+        """Whether it is time for another look: every second, and when patience ends."""
+        pause = _SOON_SECONDS if self._lost and not self._settled else _AGAIN_SECONDS
+        return self._last_look < self._over <= now or now - self._last_look >= pause
+
+    def _freed(self, nodes: Sequence[Node]) -> bool:
+        """Whether all is free again that the attempt before has held on nodes that are still there."""
+        there = [node for node in nodes if not node.silent and not node.leaving]
+        return all(node.slots_free >= self._held.get(node.node_id, 0) for node in there)
 
     def _later(
-        self, waited: float, refusal: PlacementError, nodes: Sequence[Node], make: Callable[[RunPlan], AttemptT]
+        self, now: float, refusal: PlacementError, nodes: Sequence[Node], make: Callable[[RunPlan], AttemptT]
     ) -> AttemptT | None:
+        """Wait, or go on with less. Raises `refusal` when neither is allowed."""
+        assert self._since is not None
         busy = fits_when_free(nodes, need_of(self._asked))
         if not busy and not self._lost:
             raise refusal
@@ -93,18 +119,19 @@ class Placing(Generic[AttemptT]):
         if self._lost and self._tolerance.replan_after_seconds is not None:
             then = ", then the run goes on with fewer data ranks"
             if not busy:
-                patience = max(self._tolerance.replan_after_seconds, _QUIET_SECONDS)
-        if waited < patience:
-            reason = refusal.problems[0].message
-            if reason != self._told and waited >= _QUIET_SECONDS:
+                patience = self._tolerance.replan_after_seconds
+        self._over = self._since + patience
+        reason = refusal.problems[0].message
+        if now < self._over or (self._lost and not self._settled):
+            if reason != self._told and self._settled:
                 self._told = reason
                 self._observe({"kind": "waiting", "reason": reason, "limit_seconds": patience, "then": then})
             return None
         if not then:
             raise refusal
-        return self._smaller(nodes, make)
+        return self._smaller(reason, nodes, make)
 
-    def _smaller(self, nodes: Sequence[Node], make: Callable[[RunPlan], AttemptT]) -> AttemptT | None:
+    def _smaller(self, reason: str, nodes: Sequence[Node], make: Callable[[RunPlan], AttemptT]) -> AttemptT:
         """An attempt of a plan for what is free now. Raises `PlacementError` when there is none."""
         free = {node.node_id: node.slots_free for node in usable_nodes(nodes, need_of(self._asked))}
         try:
@@ -113,27 +140,19 @@ class Placing(Generic[AttemptT]):
             lost = Problem("cluster", "nodes are gone, and what remains holds no plan with the same model split.", "")
             raise PlacementError([lost, *error.problems]) from error
         tried = make(found.plan)
-        try:
-            tried.begin()
-        except PlacementError:
-            return None  # taken by others since `nodes` were read
+        tried.begin(nodes)
         self.plan = found.plan
-        self._tell_smaller(found, _idle(nodes, found.plan))
+        self._tell_replanned(found.plan, reason, list(found.changes), _idle(nodes, found.plan))
         return tried
-
-    def _tell_smaller(self, found: Replanned, idle: dict[str, int]) -> None:
-        assert found.plan.parallel is not None
-        self._observe(
-            {"kind": "replanned", "changes": list(found.changes), "idle": idle, "plan": found.plan.to_dict(),
-             "world_size": found.plan.parallel.world_size}
-        )  # fmt: skip
 
     def _tell_grown(self) -> None:
         assert self.plan.parallel is not None
-        self._observe(
-            {"kind": "replanned", "changes": [f"parallel.data {self.plan.parallel.data}, as asked"], "idle": {},
-             "plan": self.plan.to_dict(), "world_size": self.plan.parallel.world_size}
-        )  # fmt: skip
+        self._tell_replanned(self.plan, "", [f"parallel.data {self.plan.parallel.data}, as asked"], {})
+
+    def _tell_replanned(self, plan: RunPlan, reason: str, changes: list[str], idle: dict[str, int]) -> None:
+        assert plan.parallel is not None
+        event = {"reason": reason, "changes": changes, "idle": idle, "world_size": plan.parallel.world_size}
+        self._observe({"kind": "replanned", **event, "plan": plan.to_dict()})
 
 
 def _idle(nodes: Sequence[Node], plan: RunPlan) -> dict[str, int]:

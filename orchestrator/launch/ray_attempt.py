@@ -16,7 +16,7 @@ from typing import Any
 
 from orchestrator.errors import Problem
 from orchestrator.launch.channel import Channel
-from orchestrator.launch.inventory import bundle_nodes, draining_nodes, living_nodes, read_nodes
+from orchestrator.launch.inventory import bundle_nodes, draining_nodes, living_nodes
 from orchestrator.launch.request import LaunchRequest
 from orchestrator.launch.session import cluster_address
 from orchestrator.launch.supervisor import SupervisorOrder
@@ -51,11 +51,9 @@ class RayAttempt:
         channel: Channel,
         number: int,
         warm_sockets: dict[str, str],
-        leaving: frozenset[str] = frozenset(),
     ) -> None:
-        """`request.plan` is the plan of this attempt; `leaving` are nodes that are known to go."""
+        """`request.plan` is the plan of this attempt."""
         self._request = request
-        self._leaving = leaving
         self._ray = ray
         self._channel = channel
         self._number = number
@@ -66,17 +64,17 @@ class RayAttempt:
         self._facts: dict[int, dict[str, Any]] = {}
         self._cleared: set[int] = set()
 
-    def nodes(self) -> tuple[Node, ...]:
-        """The cluster's nodes, with what is free on them now."""
-        cluster = self._request.plan.config.cluster
-        found = read_nodes(self._ray, cluster.device, cluster.domain_label)
-        return tuple(replace(node, leaving=node.leaving or node.node_id in self._leaving) for node in found)
+    @property
+    def held(self) -> dict[str, int]:
+        """Slots of this attempt on each of its nodes."""
+        if self._choice is None:
+            return {}
+        return {node: shares * self._choice.share_size for node, shares in Counter(self._choice.node_ids).items()}
 
-    def begin(self) -> None:
-        """Choose nodes among what is free now and begin the `fit`. Raises `PlacementError` when they do not hold the
+    def begin(self, nodes: Sequence[Node]) -> None:
+        """Choose among what is free on `nodes` and begin the `fit`. Raises `PlacementError` when they do not hold the
         plan."""
         plan = self._request.plan
-        nodes = self.nodes()
         choice = choose_shares(nodes, need_of(plan))
         self._domains = {node.node_id: node.domain for node in nodes}
         order = SupervisorOrder(
@@ -113,7 +111,7 @@ class RayAttempt:
         """Which of this attempt's nodes are dead or about to go, as the cluster knows it now."""
         if self._choice is None or cluster_address() is None:
             return NodeTrouble()  # a cluster of our own is this machine
-        mine = set(self._choice.node_ids)
+        mine = self.held.keys()
         leaving = {node_id: moment for node_id, moment in draining_nodes().items() if node_id in mine}
         return NodeTrouble(frozenset(mine - living_nodes(self._ray)), leaving)
 

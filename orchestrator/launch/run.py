@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from orchestrator.launch.channel import Channel
+from orchestrator.launch.inventory import nodes_now
 from orchestrator.launch.loop import RunLoop
 from orchestrator.launch.ray_attempt import RayAttempt
 from orchestrator.launch.request import Attempt, LaunchOutcome, LaunchRequest
@@ -20,6 +21,7 @@ from orchestrator.launch.session import cluster_address, own_host, ray_session
 from orchestrator.launch.signals import stop_signals
 from orchestrator.launch.timings import Timings
 from orchestrator.launch.warm import WarmProcess, preload_of
+from orchestrator.placement.topology import Node
 from orchestrator.plan.run_plan import RunPlan
 
 __all__ = ["Attempt", "LaunchOutcome", "LaunchRequest", "launch"]
@@ -59,10 +61,15 @@ def launch(request: LaunchRequest, observe: Callable[[dict[str, Any]], None]) ->
         sockets = {ray.get_runtime_context().get_node_id(): warm.socket_path} if warm else {}
         lines = channel
 
-        def make_attempt(number: int, plan: RunPlan, leaving: frozenset[str]) -> RayAttempt:
-            return RayAttempt(replace(request, plan=plan), ray, lines, number, sockets, leaving)
+        cluster = request.plan.config.cluster
 
-        return RunLoop(request, lines, observe, timings, make_attempt).run()
+        def see(leaving: frozenset[str], doubted: frozenset[str]) -> tuple[Node, ...]:
+            return nodes_now(ray, cluster.device, cluster.domain_label, leaving, doubted)
+
+        def make_attempt(number: int, plan: RunPlan) -> RayAttempt:
+            return RayAttempt(replace(request, plan=plan), ray, lines, number, sockets)
+
+        return RunLoop(request, lines, observe, timings, see, make_attempt).run()
 
 
 def _warm(request: LaunchRequest, stack: contextlib.ExitStack) -> WarmProcess | None:

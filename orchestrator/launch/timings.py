@@ -2,9 +2,9 @@
 
 The same words for the start of a command and for the way back to work after a failure, so that the two can be
 compared. A start begins with `imports` (the command's own) and `ray`, a way back with `noticed` (from the failure, or
-from the last sign of life of a rank that hangs) and `killed`. Then both have `nodes` (waited for and chosen), `workers`
-and `warm-up` (the rest of importing torch that ranks had to wait for; most of it runs beside Ray's start) where nodes
-are chosen, and what the ranks go through. The parts add up.
+from the last sign of life of a rank that hangs) and `killed`. Where nodes are chosen both have `waiting` (unless they
+held the plan at once), `nodes` (looked at and chosen), `workers` and `warm-up` (the rest of importing torch that ranks
+had to wait for; most of it runs beside Ray's start). Then comes what the ranks go through. The parts add up.
 """
 
 from __future__ import annotations

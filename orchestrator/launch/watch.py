@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from orchestrator.launch.stragglers import Straggler, Stragglers
@@ -18,11 +18,13 @@ _PACE_EVERY_SECONDS = 5.0
 
 
 class Watch:
-    """Remembers when it last looked, and which nodes are known to go."""
+    """Remembers when it last looked, which nodes are known to go, and which may be lost."""
 
     def __init__(self) -> None:
         self.leaving: frozenset[str] = frozenset()
         """Nodes that are about to be taken away: nothing is placed on them any more."""
+        self.doubted: frozenset[str] = frozenset()
+        """Nodes of attempts that lost some of theirs: each is asked itself before anything is placed on it again."""
         self._nodes_at: float | None = None
         self._pace_at: float | None = None
         self._stragglers = Stragglers()
@@ -36,6 +38,11 @@ class Watch:
         new = frozenset(nodes) - self.leaving
         self.leaving |= new
         return new
+
+    def note_doubt(self, nodes: Iterable[str]) -> None:
+        """An attempt on these nodes has lost some of them. Which ones need not be known, and may not be: they vanish
+        one after the other, or fall silent with their lines unbroken."""
+        self.doubted |= frozenset(nodes)
 
     def note_paces(self, paces: Mapping[int, float], steps: Mapping[int, int]) -> None:
         """Seconds of each rank's own work, and its step."""

@@ -43,8 +43,12 @@ def fits_when_free(nodes: Sequence[Node], need: Need) -> bool:
 
 
 def usable_nodes(nodes: Sequence[Node], need: Need) -> list[Node]:
-    """Nodes that ranks may be placed on: of a kind that is asked for, with the labels, and not about to leave."""
-    return [node for node in nodes if not node.leaving and _labelled(node, need) and _of_kind(node, need)]
+    """Nodes that ranks may be placed on: of a kind that is asked for, with the labels, there and about to stay."""
+    return [node for node in nodes if _stays(node) and _labelled(node, need) and _of_kind(node, need)]
+
+
+def _stays(node: Node) -> bool:
+    return not node.leaving and not node.silent
 
 
 def _of_kind(node: Node, need: Need) -> bool:
@@ -191,10 +195,13 @@ def _refusal(nodes: Sequence[Node], need: Need, *, busy: bool) -> Problem:
 
 def _not_counted(nodes: Sequence[Node], need: Need) -> str:
     """Which nodes are there and may not be used, and why: each under the first reason that holds."""
-    leaving = [node for node in nodes if node.leaving]
-    unlabelled = [node for node in nodes if not node.leaving and not _labelled(node, need)]
-    others = [n for n in nodes if not n.leaving and _labelled(n, need) and not _of_kind(n, need)]
+    silent = [node for node in nodes if node.silent]
+    leaving = [node for node in nodes if node.leaving and not node.silent]
+    unlabelled = [node for node in nodes if _stays(node) and not _labelled(node, need)]
+    others = [node for node in nodes if _stays(node) and _labelled(node, need) and not _of_kind(node, need)]
     text = ""
+    if silent:
+        text += f"; {_count(len(silent), 'node')} that {'does' if len(silent) == 1 else 'do'} not answer not counted"
     if leaving:
         text += f"; {_count(len(leaving), 'node')} about to be taken away not counted"
     if unlabelled:

@@ -35,6 +35,8 @@ class Node:
     """All labels that the cluster gives it."""
     leaving: bool = False
     """Whether it is about to be taken away: nothing is placed on it."""
+    silent: bool = False
+    """Whether it does not answer, whatever the cluster still says of it: it is lost, and nothing is placed on it."""
 
 
 @dataclass(frozen=True, slots=True)

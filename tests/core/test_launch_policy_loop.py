@@ -40,6 +40,12 @@ class World:
         self.events: list[dict[str, Any]] = []
         self.generation = 0
         self.nodes_trouble = NodeTrouble()
+        self.ending_seconds = 0.0
+        """How long Ray takes to end an attempt."""
+        self.mute: set[str] = set()
+        """Nodes that answer nobody."""
+        self.asked: list[list[str]] = []
+        """Nodes that were asked whether they are there, at each look."""
 
     # the channel
     def next(self, timeout_seconds: float) -> Happening | None:
@@ -79,11 +85,22 @@ class World:
     def signal(self, name: str = "SIGINT") -> None:
         self.queue.append(Happening("signal", -1, name))
 
+    # the cluster
+    def see(self, leaving: frozenset[str], doubted: frozenset[str]) -> list[Node]:
+        self.asked.append(sorted(doubted))
+        return [
+            replace(node, leaving=node.node_id in leaving, silent=node.node_id in doubted & self.mute)
+            for node in self.inventory
+        ]
+
     # an attempt on Ray
-    def make(self, number: int, plan: RunPlan, leaving: frozenset[str]) -> World:
+    def make(self, number: int, plan: RunPlan) -> World:
         self.number, self.plan = number, plan
-        self.inventory = [replace(node, leaving=node.node_id in leaving) for node in self.inventory]
         return self
+
+    @property
+    def held(self) -> dict[str, int]:
+        return dict.fromkeys(self.choice.node_ids, self.choice.share_size)
 
     def node_of(self, line: int) -> tuple[str, str]:
         return "n0", "node0"
@@ -94,11 +111,8 @@ class World:
     def trouble(self) -> NodeTrouble:
         return self.nodes_trouble
 
-    def nodes(self):
-        return self.inventory
-
-    def begin(self) -> None:
-        self.choice = choose_shares(self.inventory, need_of(self.plan))
+    def begin(self, nodes) -> None:
+        self.choice = choose_shares(nodes, need_of(self.plan))
         self.calls.append("begin")
         self.says(kind="hello")
 
@@ -134,11 +148,12 @@ class World:
 
     def end(self) -> None:
         self.calls.append("end")
+        self.now += self.ending_seconds
 
     def run(self) -> LaunchOutcome:
         request = LaunchRequest(self.plan, "/run", self.now)
         clock = lambda: self.now  # noqa: E731
-        return RunLoop(request, self, self.events.append, Timings(self.now), self.make, clock).run()  # type: ignore[arg-type]
+        return RunLoop(request, self, self.events.append, Timings(self.now), self.see, self.make, clock).run()  # type: ignore[arg-type]
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["kind"] == kind]
@@ -348,6 +363,77 @@ def test_a_lost_supervisor_ends_the_attempt_and_begins_another():
     assert [attempt.cause for attempt in outcome.attempts] == ["node_loss", "finished"]
 
 
+def test_nodes_of_an_attempt_that_is_lost_are_asked_whether_they_are_there_and_a_silent_one_is_left_out():
+    def lost(world):
+        world.step(1)
+        world.mute = {"n0"}
+        world.queue.append(Happening("gone", 0, None))
+
+    world = World(cpu_plan(), {1: lost, 2: finishes}, nodes=(2, 2))
+    assert world.run().status == "finished"
+    assert world.asked == [[], ["n0"]], "nobody is doubted before something was lost"
+    assert world.choice.node_ids == ("n1",)
+
+
+def test_a_node_whose_supervisor_alone_has_crashed_answers_and_is_used_again():
+    def crashed(world):
+        world.step(1)
+        world.queue.append(Happening("gone", 0, None))
+
+    world = World(cpu_plan(), {1: crashed, 2: finishes}, nodes=(2, 2))
+    assert world.run().status == "finished"
+    assert world.choice.node_ids == ("n0",)
+
+
+def test_a_lost_node_stays_in_doubt_when_the_next_attempt_is_lost_too_and_is_used_when_it_answers():
+    def first(world):
+        world.step(1)
+        world.mute = {"n0"}
+        world.queue.append(Happening("gone", 0, None))
+
+    def second(world):
+        world.step(2)
+        world.mute = {"n1"}
+        world.queue.append(Happening("gone", 0, None))
+
+    world = World(cpu_plan(), {1: first, 2: second, 3: finishes}, nodes=(2, 2))
+    assert world.run().status == "finished"
+    assert world.asked == [[], ["n0"], ["n0", "n1"]]
+    assert world.choice.node_ids == ("n0",)
+
+
+def test_ranks_that_outlive_their_killing_leave_their_node_in_doubt():
+    def powerless(world):
+        world.mute = {"n0"}
+        world.dies(1, step=2)
+
+    world = World(cpu_plan(), {1: powerless, 2: finishes}, nodes=(2, 2), clears=False)
+    assert world.run().status == "finished"
+    assert world.choice.node_ids == ("n1",)
+
+
+def test_waiting_for_a_node_is_a_part_of_the_way_back_and_counts_from_when_the_loss_was_noticed():
+    def lost(world):
+        world.step(1)
+        world.mute = {"n0"}
+        world.ending_seconds = 4
+        world.queue.append(Happening("gone", 0, None))
+
+    def smaller(world):
+        works_after(world, 2)
+        world.all_ready()
+        world.all_done()
+
+    plan = cpu_plan(nodes=2, slots=1, replan_after_seconds=6, placement_timeout_seconds=600)
+    world = World(plan, {1: lost, 2: smaller}, nodes=(1, 1))
+    _, again = world.run().attempts
+    assert list(again.recovery_parts)[:5] == ["noticed", "killed", "waiting", "nodes", "workers"]
+    assert again.recovery_parts["killed"] == 4
+    assert again.recovery_parts["waiting"] == pytest.approx(2, abs=0.3)
+    assert again.recovery_parts["nodes"] == 0
+    assert again.world_size == 1
+
+
 def test_nobody_waits_for_the_ranks_of_a_node_that_is_lost_when_the_run_ends_with_it():
     def lost(world):
         world.step(1)
@@ -430,7 +516,7 @@ def test_busy_nodes_are_waited_for_with_a_reason_and_taken_when_they_are_free():
             world.inventory = [Node("n0", "node0", 2, 2)]
 
     request = LaunchRequest(world.plan, "/run", world.now)
-    outcome = RunLoop(request, world, observe, Timings(world.now), world.make, lambda: world.now).run()  # type: ignore[arg-type]
+    outcome = RunLoop(request, world, observe, Timings(world.now), world.see, world.make, lambda: world.now).run()  # type: ignore[arg-type]
     assert outcome.status == "finished"
     assert "needs 2 CPU slots; 1 node holds 1" in world.of("waiting")[0]["reason"]
 

@@ -11,8 +11,8 @@ from orchestrator.launch.ray_attempt import NodeTrouble
 from tests.core.test_launch_policy_loop import DIED, World, finishes
 from tests.launch.plans import cpu_plan
 
-HAPPENINGS = ("ready", "step", "dies", "error", "memory", "gone", "attempt", "notice", "drained", "dead", "signal",
-              "silence", "done", "checkpoint", "nan")  # fmt: skip
+HAPPENINGS = ("ready", "step", "dies", "error", "memory", "gone", "attempt", "notice", "drained", "dead", "mute",
+              "signal", "silence", "done", "checkpoint", "nan")  # fmt: skip
 
 
 def happen(world: World, what: str, number: int) -> None:
@@ -38,6 +38,8 @@ def happen(world: World, what: str, number: int) -> None:
         world.nodes_trouble = NodeTrouble(leaving={f"n{number % 3}": now + number})
     elif what == "dead":
         world.nodes_trouble = NodeTrouble(dead=frozenset({"n0"}))
+    elif what == "mute":
+        world.mute ^= {f"n{number % 3}"}
     elif what == "signal":
         world.signal()
     elif what == "silence":

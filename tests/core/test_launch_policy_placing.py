@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,25 +24,31 @@ class Cluster:
     def __init__(self, plan: RunPlan, free: list[int], **tolerance: Any) -> None:
         self.nodes = [Node(f"n{i}", f"node{i}", slots, slots) for i, slots in enumerate(free)]
         self.events: list[dict[str, Any]] = []
+        self.seen_at: list[float] = []
         self.placing = Placing(plan, FaultToleranceConfig(**tolerance), self.events.append)
 
     def look(self, now: float):
-        return self.placing.attempt(now, lambda plan: Attempt(plan, self.nodes))
+        def see() -> list[Node]:
+            self.seen_at.append(now)
+            return self.nodes
+
+        return self.placing.attempt(now, see, Attempt)
+
+    @property
+    def held(self) -> dict[str, int]:
+        """What an attempt on all slots holds."""
+        return {node.node_id: node.slots_total for node in self.nodes}
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["kind"] == kind]
 
 
 class Attempt:
-    def __init__(self, plan: RunPlan, nodes: list[Node]) -> None:
+    def __init__(self, plan: RunPlan) -> None:
         self.plan = plan
-        self._nodes = tuple(nodes)
 
-    def nodes(self) -> tuple[Node, ...]:
-        return self._nodes
-
-    def begin(self) -> None:
-        choose_shares(self._nodes, need_of(self.plan))
+    def begin(self, nodes: Sequence[Node]) -> None:
+        choose_shares(nodes, need_of(self.plan))
 
 
 def plan(nodes: int = 4, slots: int = 1) -> RunPlan:
@@ -62,19 +69,18 @@ def test_at_the_start_what_can_never_fit_is_refused_at_once():
         Cluster(plan(), [1, 1, 1]).look(100.0)
 
 
-def lost(free: list[int], **tolerance: Any) -> Cluster:
+def lost(free: list[int], noticed: float = 100.0, **tolerance: Any) -> Cluster:
     """A run that began on four nodes and has these left."""
     cluster = Cluster(plan(), [1, 1, 1, 1], **tolerance)
     assert cluster.look(0.0)
     cluster.nodes = [Node(f"n{i}", f"node{i}", slots, slots) for i, slots in enumerate(free)]
-    cluster.placing.again()
+    cluster.placing.again(noticed, cluster.held)
     return cluster
 
 
 def test_lost_nodes_are_waited_for_and_the_reason_the_limit_and_what_comes_then_are_said():
     cluster = lost([1, 1, 1], replan_after_seconds=30)
     assert cluster.look(100.0) is None
-    assert cluster.look(110.0) is None
     (waiting,) = cluster.of("waiting")
     assert "needs 4 CPU slots; 3 nodes hold 1 + 1 + 1" in waiting["reason"]
     assert (waiting["limit_seconds"], waiting["then"]) == (30, ", then the run goes on with fewer data ranks")
@@ -96,6 +102,7 @@ def test_nodes_gone_for_good_leave_fewer_data_ranks_at_the_same_batch():
     assert (begun.plan.parallel.data, begun.plan.parallel.micro_batches) == (3, 4)
     (event,) = cluster.of("replanned")
     assert (event["world_size"], event["idle"]) == (3, {})
+    assert event["reason"] == "needs 4 CPU slots; 3 nodes hold 1 + 1 + 1."
     assert "parallel.data 4 -> 3" in event["changes"]
 
 
@@ -105,9 +112,8 @@ def test_slots_that_the_smaller_plan_leaves_idle_are_named_by_node():
     cluster = Cluster(plan(nodes=3, slots=2), [2, 2, 2], replan_after_seconds=0)
     assert cluster.look(0.0)
     cluster.nodes = [Node("a", "left", 2, 2), Node("b", "right", 3, 3)]
-    cluster.placing.again()
-    assert cluster.look(10.0) is None
-    assert cluster.look(13.0).plan.parallel.data == 4
+    cluster.placing.again(10.0, cluster.held)
+    assert cluster.look(10.0).plan.parallel.data == 4
     assert cluster.of("replanned")[0]["idle"] == {"right": 1}
 
 
@@ -120,18 +126,28 @@ def test_without_leave_to_plan_anew_the_run_ends_when_its_patience_does():
 
 def test_what_remains_may_hold_no_plan_at_all_and_then_the_arithmetic_is_told():
     cluster = lost([], replan_after_seconds=0)
-    assert cluster.look(100.0) is None
     with pytest.raises(PlacementError, match="nodes are gone, and what remains holds no plan"):
-        cluster.look(103.0)
+        cluster.look(100.0)
 
 
 def test_after_another_loss_the_smaller_plan_goes_on_without_another_wait():
     cluster = lost([1, 1, 1], replan_after_seconds=30)
     assert cluster.look(100.0) is None
     assert cluster.look(131.0)
-    cluster.placing.again()
-    assert cluster.look(200.0) is None  # what the attempt before has held is being freed: all may fit in a moment
-    assert cluster.look(202.5).plan.parallel.data == 3
+    cluster.placing.again(200.0, cluster.held)
+    being_freed(cluster)
+    assert cluster.look(200.0) is None
+    freed(cluster)
+    assert cluster.look(200.25).plan.parallel.data == 3
+
+
+def being_freed(cluster: Cluster) -> None:
+    """What the attempt before has held is still counted as held."""
+    cluster.nodes = [replace(node, slots_free=0) for node in cluster.nodes]
+
+
+def freed(cluster: Cluster) -> None:
+    cluster.nodes = [replace(node, slots_free=node.slots_total) for node in cluster.nodes]
 
 
 def test_when_the_nodes_are_back_at_the_next_failure_the_plan_of_the_beginning_is_taken_again():
@@ -139,7 +155,7 @@ def test_when_the_nodes_are_back_at_the_next_failure_the_plan_of_the_beginning_i
     assert cluster.look(100.0) is None
     assert cluster.look(131.0)
     cluster.nodes.append(Node("n9", "node9", 1, 1))
-    cluster.placing.again()
+    cluster.placing.again(200.0, cluster.held)
     assert cluster.look(200.0).plan.parallel.data == 4
     assert cluster.of("replanned")[-1]["world_size"] == 4
 
@@ -149,3 +165,72 @@ def test_nodes_that_are_about_to_leave_count_as_gone():
     cluster.nodes[0] = replace(cluster.nodes[0], leaving=True)
     assert cluster.look(100.0) is None
     assert cluster.look(131.0).plan.parallel.data == 3
+
+
+def silent(cluster: Cluster, number: int) -> None:
+    """The node still counts for the cluster, its slots as held; it answers nobody."""
+    cluster.nodes[number] = replace(cluster.nodes[number], slots_free=0, silent=True)
+
+
+def test_a_node_that_does_not_answer_is_lost_and_not_busy_whatever_the_cluster_says_of_it():
+    cluster = lost([1, 1, 1, 1], replan_after_seconds=30, placement_timeout_seconds=600)
+    silent(cluster, 2)
+    assert cluster.look(100.0) is None
+    (waiting,) = cluster.of("waiting")
+    assert waiting["reason"] == "needs 4 CPU slots; 3 nodes hold 1 + 1 + 1; 1 node that does not answer not counted."
+    assert waiting["limit_seconds"] == 30
+    assert cluster.look(130.0).plan.parallel.data == 3
+
+
+def test_a_node_that_answers_and_is_held_is_busy_and_not_lost():
+    cluster = lost([1, 1, 1, 1], replan_after_seconds=30, placement_timeout_seconds=600)
+    cluster.nodes[2] = replace(cluster.nodes[2], slots_free=0)
+    assert cluster.look(100.0) is None
+    assert cluster.look(131.0) is None
+    assert cluster.of("waiting")[0]["limit_seconds"] == 600
+    assert cluster.look(699.0) is None
+
+
+def test_a_node_that_answers_again_is_used_again():
+    cluster = lost([1, 1, 1, 1], replan_after_seconds=30)
+    silent(cluster, 2)
+    assert cluster.look(100.0) is None
+    cluster.nodes[2] = replace(cluster.nodes[2], slots_free=1, silent=False)
+    assert cluster.look(101.0).plan.parallel.data == 4
+
+
+def test_patience_with_lost_nodes_counts_from_when_the_loss_was_noticed():
+    cluster = lost([1, 1, 1], noticed=100.0, replan_after_seconds=30)
+    assert cluster.look(115.0) is None  # ending the attempt before has taken so long
+    assert cluster.look(129.9) is None
+    assert cluster.look(130.0).plan.parallel.data == 3
+
+
+def test_what_the_attempt_before_has_held_is_waited_for_though_patience_is_over():
+    cluster = lost([1, 1, 1], noticed=100.0, replan_after_seconds=3)
+    being_freed(cluster)
+    assert cluster.look(115.0) is None
+    freed(cluster)
+    assert cluster.look(115.25).plan.parallel.data == 3
+
+
+def test_slots_that_others_take_meanwhile_are_not_waited_for_for_ever():
+    cluster = lost([1, 1, 1], noticed=100.0, replan_after_seconds=3)
+    cluster.nodes[0] = replace(cluster.nodes[0], slots_free=0)
+    assert cluster.look(115.0) is None
+    assert cluster.look(116.9) is None
+    assert cluster.look(117.25).plan.parallel.data == 2
+
+
+def test_a_lost_node_need_not_free_what_it_held():
+    cluster = lost([1, 1, 1, 1], noticed=100.0, replan_after_seconds=3)
+    silent(cluster, 2)
+    assert cluster.look(104.0).plan.parallel.data == 3
+
+
+def test_nodes_are_looked_at_every_second_and_at_the_moment_when_patience_ends():
+    cluster = lost([1, 1, 1], replan_after_seconds=4.5)
+    cluster.seen_at.clear()
+    ticks = (100 + tick / 4 for tick in range(40))
+    assert next(tick for tick in ticks if cluster.look(tick)) == 104.5
+    assert cluster.seen_at == [100.0, 101.0, 102.0, 103.0, 104.0, 104.5]

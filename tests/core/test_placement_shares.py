@@ -108,6 +108,7 @@ def problems(draw, most_nodes=12, domains=DOMAINS):
             domain=draw(st.sampled_from(domains)),
             labels=draw(st.sampled_from([{}, {"pool": "train"}])),
             leaving=draw(st.booleans()) and draw(st.booleans()),
+            silent=draw(st.booleans()) and draw(st.booleans()),
         )
         for i, total in enumerate(totals)
     ]
@@ -125,7 +126,8 @@ def offers_of(inventory: list[Node], need: Need) -> dict[str, int]:
     """Groups that each node can hold, worked out from the words of the rule alone."""
     found = {}
     for node in inventory:
-        allowed = not node.leaving and (not need.labels or node.labels.get("pool") == "train")
+        there = not node.leaving and not node.silent
+        allowed = there and (not need.labels or node.labels.get("pool") == "train")
         if need.kinds and node.kind == "A100":
             allowed = False
         groups = min(node.slots_free, need.slots_per_node) // need.tensor
@@ -204,6 +206,17 @@ def test_nodes_without_an_asked_label_or_about_to_leave_are_not_counted_and_it_i
         choose_shares(inventory, Need(16, 8, 8, labels={"pool": "train"}))
     assert "1 node about to be taken away not counted" in str(refusal.value)
     assert "1 node without the label pool=train not counted" in str(refusal.value)
+
+
+def test_nodes_that_do_not_answer_are_lost_though_they_count_as_held_and_waiting_for_them_is_not_advised():
+    inventory = [*nodes(8), Node("b", "b", 8, 0, silent=True), Node("c", "c", 8, 0, silent=True, leaving=True)]
+    need = Need(16, 8, 8)
+    with pytest.raises(PlacementError) as refusal:
+        choose_shares(inventory, need)
+    assert "needs 2 TP groups of 8 GPUs; 1 node holds 1; 2 nodes that do not answer not counted." in str(refusal.value)
+    assert "about to be taken away" not in str(refusal.value)
+    assert "Others hold the rest now" not in str(refusal.value)
+    assert not fits_when_free(inventory, need)
 
 
 @pytest.mark.parametrize(

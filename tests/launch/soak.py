@@ -6,6 +6,7 @@ be killed, stopped, blocked, slowed down and kept from writing. What happened is
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -14,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,28 @@ class Nodes:
         """End a node with everything on it, without a word."""
         self._cluster.remove_node(self._by_id.pop(node_id), allow_graceful=False)
 
+    @contextlib.contextmanager
+    def held(self, node_id: str, *, everything: bool = False) -> Iterator[None]:
+        """Keep a node's own Ray process from answering, or `everything` on it, as on a machine that has lost its
+        network: it lives, and its connections stay open."""
+        raylet = self._by_id[node_id].all_processes["raylet"][0].process.pid
+        processes = [raylet, *(_descendants(raylet) if everything else ())]
+        for process in processes:
+            os.kill(process, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGCONT)
+
+    def alive(self, node_id: str) -> bool:
+        """Whether the head still counts a node as alive."""
+        import ray
+
+        client = ray._raylet.GcsClient(address=self.address)
+        return bool(client.check_alive([ray.NodeID.from_hex(node_id)], timeout=30)[0])
+
     def drain(self, node_id: str, seconds: int) -> None:
         """Tell Ray that a node is preempted in `seconds`, as clouds and autoscalers do."""
         import ray
@@ -96,6 +119,18 @@ class Nodes:
         """Command lines of ranks, keepers and warm processes of this cluster's commands."""
         lines = [_command_line(process) for process in processes_with(f"{MARK}={self.mark}")]
         return [line for line in lines if "warm_main" in line or "soak_main" in line]
+
+
+def _descendants(process: int) -> list[int]:
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found = [process]
+    for parent in found:  # grows
+        found += [child for child, its_parent in parents.items() if its_parent == parent]
+    return found[1:]
 
 
 def _command_line(process: int) -> str:

@@ -16,7 +16,7 @@ import pytest
 
 from orchestrator import load_config, make_plan
 from orchestrator.errors import PlacementError
-from orchestrator.launch.inventory import bundle_nodes, read_nodes
+from orchestrator.launch.inventory import DOMAIN_LABEL, bundle_nodes, nodes_now, read_nodes
 from orchestrator.launch.session import ray_session
 from orchestrator.launch.trainer import share_pins, share_resources
 from orchestrator.placement.assign import assign_coordinates
@@ -107,6 +107,26 @@ class _Holder:
         actor = ray.remote(cls).options(**options, label_selector={"ray.io/node-id": node_id}).remote()
         assert ray.get(actor.here.remote())
         return node_id
+
+
+def test_a_node_in_doubt_is_asked_itself_and_counts_again_as_soon_as_it_answers(
+    partly_busy: tuple[Nodes, list[str]],
+) -> None:
+    """A raylet that is held stands for a machine that is gone: for Ray it is alive, and so are its slots."""
+    nodes, ids = partly_busy
+    none: frozenset[str] = frozenset()
+
+    def silent(doubted: set[str]) -> set[str]:
+        seen = nodes_now(ray, "cuda", DOMAIN_LABEL, none, doubted)
+        assert {node.node_id for node in seen} == set(ids), "for Ray they are all alive"
+        return {node.node_id for node in seen if node.silent}
+
+    with connected(nodes.address, cuda_plan(nodes=1, gpus=4)) as ray:
+        assert silent(set(ids)) == set()
+        with nodes.held(ids[1]):
+            assert silent(set(ids)) == {ids[1]}
+            assert silent({ids[0]}) == set(), "nodes that nothing was lost on are not asked"
+        assert silent(set(ids)) == set()
 
 
 def test_a_killed_rank_and_a_preempted_node_cost_time_and_nothing_else(

@@ -166,6 +166,7 @@ def test_a_plan_that_only_does_not_fit_now_waits_with_a_reason_and_a_limit(two_n
 
         other = Other.remote()
         assert ray.get(other.here.remote())
+        from orchestrator.launch.inventory import read_nodes
         from orchestrator.launch.placing import Placing
         from orchestrator.launch.ray_attempt import RayAttempt
         from orchestrator.launch.request import LaunchRequest
@@ -174,12 +175,13 @@ def test_a_plan_that_only_does_not_fit_now_waits_with_a_reason_and_a_limit(two_n
             plan, plan.config.fault_tolerance.model_copy(update={"placement_timeout_seconds": 5}), reasons.append
         )
         attempt = RayAttempt(LaunchRequest(plan, "/nowhere", 0.0), ray, None, 1, {})
-        assert sorted(node.slots_free for node in attempt.nodes()) == [1, 2]
+        see = lambda: read_nodes(ray, "cpu")  # noqa: E731
         make = lambda plan: attempt  # noqa: E731
-        assert placing.attempt(100.0, make) is None
+        assert sorted(node.slots_free for node in see()) == [1, 2]
+        assert placing.attempt(100.0, see, make) is None
         assert reasons == []
-        assert placing.attempt(103.0, make) is None
+        assert placing.attempt(103.0, see, make) is None
         with pytest.raises(PlacementError, match="Others hold the rest now"):
-            placing.attempt(105.5, make)
+            placing.attempt(105.5, see, make)
     assert [reason["kind"] for reason in reasons] == ["waiting"]
     assert "needs 4 CPU slots; 2 nodes hold" in reasons[0]["reason"]
