@@ -16,6 +16,7 @@ SUMMARIES = {
     "search": "every legal plan for this model on these GPUs, ranked",
     "dryrun": "the engine's own step for one rank of each kind, without GPUs: exact tensor memory, traffic, FLOPs",
     "verify": "prove on CPU processes that the plan, made small, is the same training as one process",
+    "compare": "runs side by side from MLflow: plan, loss, pace, memory, predicted beside measured",
     "checkpoint": "list, verify, export and import checkpoints; Hugging Face weights in and out",
     "inventory": "what the live Ray cluster has, and its declaration as conf/cluster/NAME.yaml",
     "submit": "the same training as a Ray job: upload, follow its log, end with its exit code",

@@ -18,7 +18,7 @@ from orchestrator.errors import ConfigError, Problem
 DEFAULT_COMMAND = "train"
 
 FLAGS = ("--help", "--version", "--json", "--multirun", "--cfg", "--config-dir")
-VALUE_FLAGS = ("--dtype", "--max-shard-size", "--tokenizer")
+VALUE_FLAGS = ("--dtype", "--max-shard-size", "--tokenizer", "--last", "--html")
 """Flags of single commands that take a value: `--dtype bf16` or `--dtype=bf16`."""
 CLUSTER_FLAGS = ("--address", "--device", "--env", "--python")
 """The same, of commands that speak with a cluster."""

@@ -57,19 +57,25 @@ def how_to_look(uri: str) -> str:
     return f"mlflow ui --backend-store-uri {shown(uri)}"
 
 
+def check_uri(uri: str, named: str) -> tuple[Problem, ...]:
+    """Why a URI can be no tracking store; `named` is what gave it."""
+    if urlsplit(uri).scheme.split("+")[0] in _SCHEMES:
+        return ()
+    return (
+        Problem(
+            "tracking.uri",
+            f"{named}={shown(uri)} is not a store that MLflow writes to: it has no database or server scheme.",
+            f"Use one of {', '.join(f'{known}://' for known in _SCHEMES)}, for example {_SQLITE}{DATABASE_FILE}.",
+        ),
+    )
+
+
 def check_tracking(config: RunConfig, environment: Mapping[str, str], current_folder: Path) -> tuple[Problem, ...]:
     """Why the record could never be written where it is asked to go. A server that is down is no reason."""
     uri = resolve_uri(config.tracking.uri, environment, current_folder)
     named = "tracking.uri" if config.tracking.uri else "MLFLOW_TRACKING_URI"
-    scheme = urlsplit(uri).scheme.split("+")[0]
-    if scheme not in _SCHEMES:
-        return (
-            Problem(
-                "tracking.uri",
-                f"{named}={shown(uri)} is not a store that MLflow writes to: it has no database or server scheme.",
-                f"Use one of {', '.join(f'{known}://' for known in _SCHEMES)}, for example {_SQLITE}{DATABASE_FILE}.",
-            ),
-        )
+    if problems := check_uri(uri, named):
+        return problems
     database = database_path(uri)
     made_by_the_run = database is not None and database.parent == Path(config.run.directory).expanduser()
     if database is not None and not database.parent.is_dir() and not made_by_the_run:

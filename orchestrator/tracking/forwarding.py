@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from orchestrator.tracking.forward import set_priority
-from orchestrator.tracking.identity import flatten
+from orchestrator.tracking.identity import PLAN_PREFIX, flatten
 from orchestrator.tracking.ledger import open_ledger, read_ledger, write_ledger
 from orchestrator.tracking.metrics_log import REWOUND_NAME, read_records
+from orchestrator.tracking.mlflow_environment import set_up_environment
 from orchestrator.tracking.run_directory import write_atomically
 from orchestrator.tracking.tail import MetricsTail, Point, after, points_of, timestamp_ms
 
@@ -42,14 +43,6 @@ _SEND_SECONDS = 600.0
 """What sending later gives itself."""
 _FILES = ("config.yaml", "plan.json", "placement.json", "summary.json")
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
-_ENVIRONMENT = {
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "GIT_PYTHON_REFRESH": "quiet",
-    "OMP_NUM_THREADS": "1",
-}
-"""We try again ourselves, so that the process can end within its time; what the user has set counts."""
 
 
 class Forwarding:
@@ -152,8 +145,16 @@ class Forwarding:
             }
         )
         parameters = flatten({key: value for key, value in self.config.items() if key != "tracking"})
-        run.log_parameters({key: _plain(value) for key, value in parameters.items()})
+        run.log_parameters({key: _plain(value) for key, value in (parameters | self._decided()).items()})
         run.log_files(self._files())
+
+    def _decided(self) -> dict[str, Any]:
+        """The degrees of the plan, which `auto` and a re-plan leave open in the configuration, as `plan.KEY`."""
+        try:
+            plan = json.loads((self.folder / "plan.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return {f"{PLAN_PREFIX}{key}": value for key, value in (plan.get("parallel") or {}).items()}
 
     def _files(self) -> list[Path]:
         return [path for name in _FILES if (path := self.folder / name).is_file()]
@@ -192,6 +193,7 @@ class Forwarding:
         run.set_tags(
             {
                 "orchestrator.status": summary["status"],
+                "orchestrator.steps": summary.get("steps"),
                 "orchestrator.attempts": len(attempts),
                 "orchestrator.restarts": max(0, len(attempts) - 1),
                 "orchestrator.causes": ", ".join(str(attempt.get("cause")) for attempt in attempts),
@@ -199,6 +201,7 @@ class Forwarding:
                 "orchestrator.checkpoint": summary.get("checkpoint"),
             }
         )
+        run.log_parameters({key: _plain(value) for key, value in self._decided().items()})
         points = _comparison(summary, self._end_ms())
         if points:
             run.log_points(points)
@@ -268,7 +271,7 @@ def follow_run(folder: Path, nice: int) -> bool:
 
 def send_run(folder: Path, uri: str, *, seconds: float = _SEND_SECONDS) -> bool:
     """Send what is left of a run that has ended. Returns whether MLflow has everything now."""
-    _set_up_environment()
+    set_up_environment()
     forwarding = Forwarding(folder, uri)
     deadline = time.monotonic() + seconds
     pause = _FIRST_PAUSE_SECONDS
@@ -317,13 +320,8 @@ def _live_quietly(nice: int) -> None:
     set_priority(os.getpid(), nice)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a Ray job that is stopped sends it to every process of the job
-    _set_up_environment()
+    set_up_environment()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-
-def _set_up_environment() -> None:
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
 
 
 def _report(forwarding: Forwarding, error: Exception) -> None:

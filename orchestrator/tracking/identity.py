@@ -17,7 +17,13 @@ from orchestrator.config.schema import RunConfig
 from orchestrator.config.urls import is_url
 from orchestrator.errors import Problem
 
+PLAN_PREFIX = "plan."
+"""Of the parameters of an MLflow run that say what the plan decided; the others are the configuration's own keys."""
+
 _HASH_CHARACTERS = 8
+
+_LEARNED = ("model", "training", "optimizer", "data")
+"""Sections that change what is learned."""
 
 _NOT_LEARNED = {
     "training": (
@@ -44,7 +50,7 @@ _SAME_RUN = (*_SAME_NAME, "training.seed", "training.sequence_length", "optimize
 def learned_part(config: RunConfig) -> dict[str, Any]:
     """Everything of a configuration that changes what is learned, as plain values."""
     values = config.to_dict()
-    part = {section: dict(values[section]) for section in ("model", "training", "optimizer", "data")}
+    part = {section: dict(values[section]) for section in _LEARNED}
     for section, keys in _NOT_LEARNED.items():
         for key in keys:
             del part[section][key]
@@ -53,6 +59,22 @@ def learned_part(config: RunConfig) -> dict[str, Any]:
         start["resume"] = values["checkpoint"]["resume"]
     part["start"] = start
     return part
+
+
+def learned_settings(settings: Mapping[str, str]) -> dict[str, str]:
+    """Of a configuration with dotted keys, those that change what is learned: `learned_part` where only texts are kept.
+
+    Two runs that agree in them are the same training, whatever their plans.
+    """
+    learned = {}
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        if section in _LEARNED and name.partition(".")[0] not in _NOT_LEARNED.get(section, ()):
+            learned[key] = value
+    learned["checkpoint.init_from"] = settings.get("checkpoint.init_from", "null")
+    resume = settings.get("checkpoint.resume", "auto")
+    learned["checkpoint.resume"] = "auto" if resume == "never" else resume
+    return learned
 
 
 def default_name(config: RunConfig) -> str:

@@ -1,4 +1,6 @@
-"""One MLflow run of one training run: the only module that imports MLflow. Used by the forwarder process alone.
+"""One MLflow run of one training run, written by the forwarder process alone; `mlflow_read.py` reads.
+
+Nothing else imports MLflow.
 
 Every call may fail because a server is away; the caller tries again. Repeating any call is harmless: a run is found
 again by its token, points carry their own timestamps, parameters are compared first, tags are overwritten.

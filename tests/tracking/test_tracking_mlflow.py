@@ -71,6 +71,21 @@ def test_why_attempts_ended_and_how_long_each_way_back_took_is_in_the_record(tmp
     assert tags["orchestrator.recovery_seconds"] == "2.2, 4.5"
 
 
+def test_the_degrees_of_the_plan_are_in_the_record_and_a_change_of_them_too(tmp_path: Path, uri: str) -> None:
+    """`parallel.data=auto` says nothing, and a re-plan changes no configuration."""
+    run = new_run(tmp_path)
+    run.write_json("plan.json", {"parallel": {"data": 4, "schedule": "1f1b"}})
+    record(run, [1])
+    forwarding = forward(run, uri)
+    assert only_run(uri).data.params["plan.data"] == "4"
+    run.write_json("plan.json", {"parallel": {"data": 2, "schedule": "1f1b"}})
+    end(run)
+    forwarding.turn(ending=True)
+    assert only_run(uri).data.params["plan.data"] == "4"
+    assert only_run(uri).data.tags["changed.plan.data"] == "4 -> 2"
+    assert "changed.plan.schedule" not in only_run(uri).data.tags
+
+
 def test_steps_executed_again_after_a_restart_are_recorded_once(tmp_path: Path, uri: str) -> None:
     run = new_run(tmp_path)
     forwarding = Forwarding(run.path, uri)
