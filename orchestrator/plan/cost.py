@@ -1,7 +1,7 @@
 """Time, traffic and price of a run as the plan's sections, from a configuration and its decided degrees.
 
-Owns the translation of `step_seconds.py` and `traffic.py` into the plan's JSON contract: tokens a second, MFU, days,
-GPU-hours, money. What the hardware entry does not state leaves the figures that need it None.
+Owns the translation of `step_seconds.py` and `rank_traffic.py` into the plan's JSON contract: tokens a second, MFU,
+days, GPU-hours, money. What the hardware entry does not state leaves the figures that need it None.
 """
 
 from __future__ import annotations
@@ -9,19 +9,11 @@ from __future__ import annotations
 from orchestrator.config.schema import RunConfig
 from orchestrator.plan.batch import steps_of
 from orchestrator.plan.device import Device, device_of
+from orchestrator.plan.rank_traffic import rank_traffic
 from orchestrator.plan.run_plan import CostPlan, ParallelFacts, TimePlan, Traffic, TrafficPlan
 from orchestrator.plan.step_seconds import StepSeconds, loads, step_seconds
 from orchestrator.plan.system_profile import SystemProfile
-from orchestrator.plan.traffic import (
-    Transfer,
-    boundary_bytes,
-    boundary_sends,
-    context_transfers,
-    data_transfers,
-    host_transfer,
-    loss_transfers,
-    tensor_transfers,
-)
+from orchestrator.plan.traffic import host_transfer
 from orchestrator.plan.work import Work, work_of
 
 _SECONDS_A_DAY = 86400.0
@@ -67,47 +59,14 @@ def _time_plan(config: RunConfig, work: Work, device: Device, seconds: StepSecon
     )
 
 
-def _traffic(transfers: tuple[Transfer, ...]) -> Traffic:
-    return Traffic(
-        bytes=round(sum(transfer.input_bytes for transfer in transfers)),
-        calls=round(sum(transfer.calls for transfer in transfers)),
-    )
-
-
 def traffic_plan(work: Work, profile: SystemProfile) -> TrafficPlan:
     """Input payload and calls of one step, each kind for the pipeline rank that has most of it."""
     ranks = loads(work)
-
-    def most(candidates: list[Traffic]) -> Traffic:
-        return max(candidates, key=lambda traffic: traffic.bytes or 0)
-
-    sends = [boundary_sends(work, rank) for rank in range(work.parallel.pipeline)]
+    found = [rank_traffic(work, profile, load, rank) for rank, load in enumerate(ranks)]
+    host = [host_transfer(work, profile, load.elements) for load in ranks] if work.offload else []
+    sizes = [(round(moved.input_bytes), round(moved.calls)) for moved in host] or [(0, 0)]
     return TrafficPlan(
-        tensor=most(
-            [
-                _traffic(
-                    (
-                        *tensor_transfers(work, profile, load.layers, int(load.embedding) + int(load.head)),
-                        *(loss_transfers(work, profile) if load.head else ()),
-                    )
-                )
-                for load in ranks
-            ]
-        ),
-        pipeline=most([Traffic(round(count * boundary_bytes(work, profile)), count) for count in sends]),
-        context=most([_traffic(context_transfers(work, load.layers)) for load in ranks]),
-        data=most(
-            [
-                _traffic(data_transfers(work, profile, load.elements, load.units(work.architecture.tied)).all)
-                for load in ranks
-            ]
-        ),
-        offload=most(
-            [
-                _traffic((host_transfer(work, profile, load.elements),)) if work.offload else Traffic(0, 0)
-                for load in ranks
-            ]
-        ),
+        **{axis: Traffic(*max(each[axis] for each in found)) for axis in found[0]}, offload=Traffic(*max(sizes))
     )
 
 

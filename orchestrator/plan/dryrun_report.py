@@ -126,7 +126,7 @@ def _entry(plan: RunPlan, role: Role, found: Mapping[str, Any]) -> dict[str, Any
 
 
 def _traffic(collectives: Sequence[Mapping[str, Any]], planned: PlannedRank) -> dict[str, dict[str, Any]]:
-    counted = {axis: [0, 0] for axis in planned.collectives}
+    counted: dict[str, list[int]] = {axis: [0, 0] for axis in planned.collectives}
     for entry in collectives:
         axis = _AXES.get(entry["axis"])
         if axis is not None and entry["kind"] in _HANDED_IN:
@@ -134,14 +134,14 @@ def _traffic(collectives: Sequence[Mapping[str, Any]], planned: PlannedRank) -> 
             counted[axis][1] += entry["calls"]
     return {
         axis: {
-            "simulated_bytes": size,
-            "planned_bytes": planned.collectives[axis][0],
-            "simulated_calls": calls,
-            "planned_calls": planned.collectives[axis][1],
-            "difference": difference(size, planned.collectives[axis][0]),
+            "simulated_bytes": counted[axis][0],
+            "planned_bytes": size,
+            "simulated_calls": counted[axis][1],
+            "planned_calls": calls,
+            "difference": difference(counted[axis][0], size),
         }
-        for axis, (size, calls) in counted.items()
-        if size or planned.collectives[axis][0]
+        for axis, (size, calls) in planned.collectives.items()
+        if counted[axis][0] or size
     }
 
 

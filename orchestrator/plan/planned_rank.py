@@ -1,7 +1,7 @@
 """What the planner says of one pipeline rank, in the terms in which the engine's own doing is counted.
 
 Bytes by category, collectives by axis and kind, FLOPs: what `dryrun` puts beside its simulated figures. The arithmetic
-is that of `memory.py`, `traffic.py` and `architecture.py`.
+is that of `memory.py`, `rank_traffic.py` and `architecture.py`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,10 @@ from math import prod
 
 from orchestrator.plan.loss_chunks import gradient_ahead
 from orchestrator.plan.profiles import profile_named
+from orchestrator.plan.rank_traffic import Axis, rank_traffic
 from orchestrator.plan.run_plan import RunPlan
 from orchestrator.plan.step_seconds import Load, loads
 from orchestrator.plan.system_profile import SystemProfile
-from orchestrator.plan.traffic import (
-    Transfer,
-    boundary_bytes,
-    boundary_sends,
-    data_transfers,
-    late_gathers,
-    loss_transfers,
-    tensor_transfers,
-)
 from orchestrator.plan.vocabulary import padded_rows
 from orchestrator.plan.work import Work, work_of
 
@@ -38,8 +30,8 @@ class PlannedRank:
     """Bytes at the peak by category."""
     reserve_bytes: int
     host_bytes: int
-    collectives: dict[str, tuple[int, int]]
-    """(input bytes, calls) by axis: `tensor`, `pipeline`, `data` (replicas of a sharded copy included)."""
+    collectives: dict[Axis, tuple[int, int]]
+    """(input bytes, calls) by axis; `data` includes replicas of a sharded copy."""
     flops: int
     """Of matrix products and attention, recomputed ones included, nothing halved for the causal mask."""
 
@@ -54,31 +46,9 @@ def planned_rank(plan: RunPlan, pipeline_rank: int) -> PlannedRank:
         memory={category: getattr(memory, f"{category}_bytes") or 0 for category in CATEGORIES},
         reserve_bytes=memory.reserve_bytes or 0,
         host_bytes=memory.host_bytes or 0,
-        collectives=_collectives(work, profile, load, pipeline_rank),
+        collectives=rank_traffic(work, profile, load, pipeline_rank),
         flops=step_flops(work, profile, load),
     )
-
-
-def _collectives(work: Work, profile: SystemProfile, load: Load, rank: int) -> dict[str, tuple[int, int]]:
-    sends = boundary_sends(work, rank)
-    data = (
-        *data_transfers(work, profile, load.elements, load.units(work.architecture.tied)).all,
-        *late_gathers(work, profile, rank),
-    )
-    return {
-        "tensor": _sum(
-            (
-                *tensor_transfers(work, profile, load.layers, int(load.embedding) + int(load.head)),
-                *(loss_transfers(work, profile) if load.head else ()),
-            )
-        ),
-        "pipeline": (round(sends * boundary_bytes(work, profile)), sends),
-        "data": _sum(data),
-    }
-
-
-def _sum(transfers: tuple[Transfer, ...]) -> tuple[int, int]:
-    return round(sum(each.input_bytes for each in transfers)), round(sum(each.calls for each in transfers))
 
 
 def step_flops(work: Work, profile: SystemProfile, load: Load) -> int:

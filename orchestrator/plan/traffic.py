@@ -1,7 +1,8 @@
 """What one GPU sends in a step: payloads, calls and groups of every kind of communication.
 
 `Transfer.whole_bytes` is the whole payload of a collective, from which its time follows; `input_bytes` is what a rank
-hands in, which is what `plan.traffic` reports. Times and overlap are `step_seconds.py`'s.
+hands in, which is what `plan.traffic` reports: all of it, by axis, is `rank_traffic.py`'s. Times and overlap are
+`step_seconds.py`'s.
 """
 
 from __future__ import annotations
@@ -9,11 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from orchestrator.plan.architecture import part_elements
 from orchestrator.plan.collectives import Group, Kind
 from orchestrator.plan.constants import BUCKET_BYTES
 from orchestrator.plan.loss_chunks import chunk_of, gradient_ahead
-from orchestrator.plan.schedules import Shape, rank_actions
 from orchestrator.plan.stages import stages_of_rank
 from orchestrator.plan.states import StageElements
 from orchestrator.plan.system_profile import SystemProfile
@@ -76,31 +75,6 @@ def data_transfers(work: Work, profile: SystemProfile, elements: StageElements, 
     if profile.overlaps_data:
         return DataTransfers(forward, backward, ())
     return DataTransfers((), (), (*forward, *backward))
-
-
-def late_gathers(work: Work, profile: SystemProfile, pipeline_rank: int) -> tuple[Transfer, ...]:
-    """Gathers that nobody uses. In front of a unit's backward pass FSDP2 gathers the unit whose forward pass came
-    before; within a pipelined step it remembers all forward passes, so that a stage's last backward pass finds, before
-    its first unit, the last one of an earlier micro-batch (`FSDPParamGroup._backward_prefetch` of torch 2.13). Not
-    where some micro-batch was in flight from the first to the last: the first one's order is then left to the end.
-    """
-    facts, state = work.parallel, profile.bytes_of(work.precision)
-    if facts.pipeline == 1 or facts.zero_stage == 0 or facts.zero_group == 1 or not profile.master_gathered:
-        return ()
-    own = stages_of_rank(pipeline_rank, facts.pipeline, facts.virtual_stages, facts.schedule)
-    flying, idle = dict.fromkeys(own, 0), dict.fromkeys(own, -1)
-    shape = Shape(facts.schedule, facts.pipeline, facts.virtual_stages, facts.micro_batches)
-    for stage, kind, _, _ in rank_actions(shape, pipeline_rank):
-        if kind != "W":
-            flying[stage] += 1 if kind == "F" else -1
-            idle[stage] += flying[stage] == 0
-    model, end = work.architecture, len(facts.stage_layers) - 1
-    units = {stage: facts.stage_layers[stage][1] - facts.stage_layers[stage][0] + (stage in (0, end)) for stage in own}
-    # A stage's only unit is the one at work, and gathered.
-    late = [stage for stage in own if idle[stage] > 0 and units[stage] > 1]
-    elements = sum(part_elements(model.head if stage == end else model.block, facts.tensor) for stage in late)
-    group = Group(facts.zero_group, facts.tensor, profile.one_network_card)
-    return (Transfer("all_gather", elements * state.gathered, float(len(late)), group),)
 
 
 def _buckets(work: Work, profile: SystemProfile, elements: StageElements, units: int) -> float:

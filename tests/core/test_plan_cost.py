@@ -129,7 +129,8 @@ def test_data_traffic_is_the_input_payload_of_what_each_stage_sends(stage: int, 
     traffic = plan(config)[1].data
     units = 32 + 2
     assert traffic.bytes == pytest.approx(PARAMETERS_7B * (2 * gathers / 8 + 4 * reductions), rel=1e-6)
-    assert traffic.calls == units * (gathers + reductions)
+    # Loss and norm are summed once a step.
+    assert traffic.calls == units * (gathers + reductions) + 1
 
 
 def test_replicas_of_a_smaller_zero_group_add_one_all_reduce_of_the_shard() -> None:
@@ -152,9 +153,10 @@ def test_tensor_traffic_is_two_pairs_a_block_each_way_and_again_what_is_repeated
     traffic = plan(config)[1].tensor
     gathers, sums = (2 * (32 * each + 2) for each in (gathers, sums))
     stream = 4096 * 4096 * 2
-    # The loss exchanges two numbers a token, once a micro-batch.
-    assert traffic.calls == gathers + sums + 2
-    assert traffic.bytes == gathers * stream // 8 + sums * stream + 2 * 4096 * 8
+    # The loss exchanges two numbers a token, once a micro-batch; once a step 65 norms' gradients are summed, and loss
+    # and norm of the model.
+    assert traffic.calls == gathers + sums + 2 + 65 + 1
+    assert traffic.bytes == gathers * stream // 8 + sums * stream + 2 * 4096 * 8 + 65 * 4096 * 4 + 16
 
 
 def test_a_middle_pipeline_rank_sends_both_ways_once_for_each_micro_batch() -> None:

@@ -112,7 +112,8 @@ def test_a_large_world_shows_both_ends_of_its_rank_table() -> None:
 def test_a_plan_for_processes_of_a_cpu_does_not_speak_of_gpus() -> None:
     page = _page(make_plan(load_config([])))
     assert "GPU" not in page
-    assert "in 1 call " in page
+    assert "in 2 calls" in page
+    assert "in 1 call " in _page(make_plan(load_config(["cluster.gpus_per_node=4", "parallel.tensor=2"])))
     assert "= 1 rank;" in _page(make_plan(load_config(["cluster.gpus_per_node=1"])))
 
 

@@ -20,7 +20,7 @@ from orchestrator.plan.make import make_plan
 from orchestrator.plan.planned_rank import CATEGORIES
 from orchestrator.plan.roles import extended, roles_of
 from orchestrator.plan.run_plan import RunPlan
-from tests.benchmarks.dryrun_planner import BLOCKS, MEDIAN, WORST, Case, compare
+from tests.benchmarks.dryrun_planner import BLOCKS, GPT, MEDIAN, WORST, Case, compare
 from tests.core import plan_cases
 from tests.engine import plain_pipeline
 from tests.engine.cases import tiny_plan
@@ -243,15 +243,25 @@ def test_each_category_at_the_peak_is_what_the_simulation_holds(case: Case) -> N
             assert rank.simulated[name] == pytest.approx(rank.planned[name], rel=0.05, abs=NOISE), (rank.rank, name)
 
 
-@pytest.mark.parametrize("schedule, virtual", [("1f1b", 1), ("interleaved_1f1b", 2)])
-def test_the_gathers_that_nobody_uses_are_planned_as_well(schedule: str, virtual: int) -> None:
-    """FSDP2 makes one in the last backward pass of a stage that has at some time nothing in flight."""
-    parallel = {"data": 2, "pipeline": 2, "zero_stage": 1, "schedule": schedule, "virtual_stages": virtual}
-    plan = Case("late", parallel, 16).plan()
-    for role in roles_of(plan):
-        (entry,) = report(plan, [(role, plain(simulate(plan, role.rank)))], (), 0.0)["ranks"]
-        assert entry["traffic"]["data"]["simulated_calls"] == entry["traffic"]["data"]["planned_calls"]
-        assert abs(entry["traffic"]["data"]["difference"]) < 1e-6
+TWO_STAGES = {"data": 2, "pipeline": 2, "zero_stage": 1, "virtual_stages": 2}
+THREE_AXES = {"data": 2, "tensor": 2, "pipeline": 2, "zero_stage": 2, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize("case", [
+    # FSDP2 makes a gather that nobody uses in a stage's last backward pass if nothing was in flight there at some time.
+    Case("unused", {**TWO_STAGES, "schedule": "interleaved_1f1b"}, 16),
+    Case("split", {**TWO_STAGES, "schedule": "zbv_zero_bubble"}, 16, "none"),
+    Case("three axes", THREE_AXES, 8),
+    Case("positions", THREE_AXES, 8, "none", GPT),
+    Case("one axis", {"data": 8, "zero_stage": 1}, 8),
+], ids=lambda case: case.name)  # fmt: skip
+def test_collectives_of_every_axis_are_planned_to_the_call(case: Case) -> None:
+    plan = case.plan()
+    role = roles_of(plan)[0]
+    (entry,) = report(plan, [(role, plain(simulate(plan, role.rank)))], (), 0.0)["ranks"]
+    for axis, found in entry["traffic"].items():
+        assert found["simulated_calls"] == found["planned_calls"], axis
+        assert abs(found["difference"]) < 1e-6, axis
 
 
 def test_a_failure_that_the_planner_let_through_names_the_rank_and_what_to_change() -> None:
