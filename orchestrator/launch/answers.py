@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
+from orchestrator.launch.ray_channel import open_channel
+
 _SECONDS = 2.0
 """How long a node may take to answer; it is asked again at the next look."""
 _QUESTION = "/grpc.health.v1.Health/Check"
@@ -31,7 +33,7 @@ def silent_nodes(addresses: Mapping[str, str], seconds: float = _SECONDS) -> fro
 
 
 def _answers(address: str, seconds: float) -> bool:
-    with grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+    with open_channel(address) as channel:
         try:
             channel.unary_unary(_QUESTION)(b"", timeout=seconds)
         except grpc.RpcError as error:

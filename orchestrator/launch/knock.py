@@ -16,6 +16,7 @@ from pathlib import Path
 import grpc
 
 from orchestrator.errors import Problem, RunError
+from orchestrator.launch.ray_channel import open_channel, unreadable_certificates, uses_tls
 
 _SECONDS = 5.0
 """How long a head may take to accept a connection, and then to answer."""
@@ -85,6 +86,9 @@ def own_address() -> str:
 
 
 def _ask(address: str, host: str, port: int) -> None:
+    if missing := unreadable_certificates(os.environ):
+        reason = f"RAY_USE_TLS is set, and these certificates cannot be read: {', '.join(missing)}"
+        raise _refused(address, reason, "Name readable files, the same authority as the cluster's.")
     mode = os.environ.get("RAY_AUTH_MODE", "").lower()
     token, source = find_token()
     error = _alive(host, port, token if mode == "token" else "")
@@ -99,14 +103,20 @@ def _ask(address: str, host: str, port: int) -> None:
     raise _refused(
         address,
         f"what answers there is no head of Ray that this version understands ({_one_line(error.details())})",
-        f"{_HEAD} It is not the dashboard's port 8265, nor that of Ray Client, 10001.",
+        f"{_HEAD} It is not the dashboard's port 8265, nor that of Ray Client, 10001. {_tls_hint()}",
     )
+
+
+def _tls_hint() -> str:
+    if uses_tls(os.environ):
+        return "RAY_USE_TLS is set here: the head must speak TLS too, with certificates of the same authority."
+    return "A cluster that speaks TLS asks for RAY_USE_TLS=1 and its certificates here too."
 
 
 def _alive(host: str, port: int, token: str) -> grpc.RpcError | None:
     """None when the head says that it is alive; otherwise what the call ended with."""
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
-    with grpc.insecure_channel(f"{host}:{port}", options=(("grpc.enable_http_proxy", 0),)) as channel:
+    with open_channel(f"{host}:{port}") as channel:
         try:
             channel.unary_unary(_ALIVE)(b"", timeout=_SECONDS, metadata=metadata)
         except grpc.RpcError as error:

@@ -93,12 +93,21 @@ def ray_session(plan: RunPlan | None) -> Iterator[Any]:
             else:
                 _check_this_machine(address)
             stack.callback(ray.shutdown)  # also of a start that fails half-way
+            _keep_cluster_errors_off_the_console()
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise RunError(_unreachable(error)) from error
         for name in ("ray", "ray.train", "ray.data"):
             logging.getLogger(name).setLevel(logging.ERROR)
         yield ray
+
+
+def _keep_cluster_errors_off_the_console() -> None:
+    """What nodes tell every driver (a worker of ours died, the autoscaler's plans) Ray prints on stdout, whatever
+    `log_to_driver` says. What concerns the run is told by the run; the words stay in Ray's own logs."""
+    from ray._private import worker
+
+    worker.print_to_stdstream = lambda *_, **__: None
 
 
 def _cpu_slots(plan: RunPlan) -> int:

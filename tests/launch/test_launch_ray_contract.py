@@ -53,6 +53,14 @@ def test_the_fixed_scaling_policy_speaks_with_an_autoscaler_only_through_the_thr
     assert issubclass(FixedScalingPolicy, ScalingPolicy)
 
 
+def test_what_nodes_tell_a_driver_goes_through_the_one_function_that_is_silenced():
+    from ray._private import worker
+
+    assert "print_to_stdstream(" in inspect.getsource(worker.listen_error_messages)
+    assert "print(" not in inspect.getsource(worker.listen_error_messages)
+    assert list(inspect.signature(worker.print_to_stdstream).parameters) == ["data", "ignore_prefix"]
+
+
 def test_free_resources_are_known_node_by_node():
     from ray._private.state import available_resources_per_node
 
