@@ -190,7 +190,7 @@ def _replanned(event: Mapping[str, Any]) -> str:
     idle = ", ".join(f"{count} on {node}" for node, count in event["idle"].items())
     text = f"planned anew for {event['world_size']} ranks, same global batch: {', '.join(event['changes'])}"
     text += f"; idle: {idle}" * bool(idle)
-    return f"{text} ({event['reason']})" if event.get("reason") else text
+    return f"{text} ({event['reason'].rstrip('.')})" if event.get("reason") else text
 
 
 def _preemption(event: Mapping[str, Any]) -> str:

@@ -103,6 +103,19 @@ EVENTS = [
         ("waiting for at most 60 s: 4 GPUs are busy",),
     ),
     (
+        {
+            "kind": "replanned",
+            "reason": "needs 4 GPUs; 2 nodes hold 2 + 1.",
+            "changes": ["parallel.data 4 -> 2"],
+            "idle": {"host2": 1},
+            "world_size": 2,
+        },
+        (
+            "planned anew for 2 ranks, same global batch: parallel.data 4 -> 2; idle: 1 on host2 "
+            "(needs 4 GPUs; 2 nodes hold 2 + 1)",
+        ),
+    ),
+    (
         {"kind": "stopping", "signal": "SIGINT", "grace_seconds": 30.0},
         ("SIGINT: saving and stopping, within 30 s; a second one ends it at once",),
     ),

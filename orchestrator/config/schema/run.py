@@ -97,8 +97,8 @@ class FaultToleranceConfig(Section):
     placement_timeout_seconds: PositiveOrZero = 60.0
     """Seconds to wait for GPUs that are busy now; 0: do not wait."""
     replan_after_seconds: PositiveOrZero | None = 120.0
-    """Seconds to wait for lost nodes before the run goes on with fewer data ranks at the same global batch; null: it
-    never does."""
+    """Seconds that lost nodes have to come back, from when the loss was noticed, before the run goes on with fewer data
+    ranks at the same global batch; null: it never does."""
     preemption_file: str | None = None
     """File whose appearance on a node says that the node is about to be taken away; null: only Ray's notices count."""
     on_nan: Literal["stop", "skip", "rewind"] = "stop"
