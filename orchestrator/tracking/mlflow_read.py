@@ -118,4 +118,7 @@ class Store:
 
 
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    """What went wrong, without the layers that each repeat the address."""
+    text = next(iter(str(error).splitlines()), type(error).__name__)
+    cause = re.search(r"\[Errno -?\d+\] [^\"')]+", text)
+    return cause.group() if cause and "Max retries exceeded" in text else text

@@ -105,7 +105,7 @@ def test_a_file_that_is_no_store_fails_with_a_message(tmp_path: Path, say) -> No
 def test_a_server_that_does_not_answer_fails_with_a_message(say) -> None:
     code, _, err = say("tracking.uri=http://localhost:9")
     assert code == 3
-    assert "does not answer" in err
+    assert "does not answer: [Errno" in " ".join(err.split())
 
 
 def test_all_mistakes_are_named_together(tmp_path: Path, uri: str, say) -> None:
