@@ -12,16 +12,20 @@ import resource
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from orchestrator.engine.account import Account, Calls, Watch
 from orchestrator.engine.build import build
 from orchestrator.engine.dryrun_stand_ins import stand_ins
 from orchestrator.engine.mesh import build_mesh
-from orchestrator.engine.step import MicroBatch, train_step
+from orchestrator.engine.step import MicroBatch, Parts, train_step
 from orchestrator.plan.roles import extended, simulated_micro_batches
 from orchestrator.plan.run_plan import RunPlan
 
@@ -111,8 +115,8 @@ def _run(plan: RunPlan, rank: int, counts: tuple[int, ...], doing: list[str]) ->
         parts = build(plan, build_mesh(plan.parallel, "cpu"), device)
         with Watch(parts, states_on_host=plan.config.parallel.offload == "all") as watch:
             doing.append("running its first step")
-            first = 1 if plan.parallel.pipeline == 1 else counts[0]
-            train_step(parts, _batches(first, shape, device), first)
+            with _first_step_of(parts, counts[0]) as first:
+                train_step(parts, _batches(first, shape, device), first)
             doing.append("running a step")
             for count in counts:
                 batches = _batches(count, shape, device)
@@ -123,6 +127,30 @@ def _run(plan: RunPlan, rank: int, counts: tuple[int, ...], doing: list[str]) ->
         del parts, watch
     gc.collect()
     return accounts
+
+
+@contextmanager
+def _first_step_of(parts: Parts, count: int) -> Iterator[int]:
+    """Inside, a step has as few micro-batches as make all that is there from then on; gives their number.
+
+    `count`: of the steps that follow.
+    """
+    if parts.pipeline is None:
+        yield 1
+        return
+    schedule = parts.pipeline.schedule
+    if not isinstance(schedule, PipelineScheduleSingle):
+        yield count  # the order of these is made for their number of micro-batches
+        return
+    stage = schedule._stage
+    stage.has_backward = True
+    schedule._initialize_stage((), {})  # type: ignore[no-untyped-call]
+    for number in range(count):
+        # What each micro-batch is received in is told by that.
+        for receive in (*stage.get_fwd_recv_ops(number), *stage.get_bwd_recv_ops(number)):
+            receive.op(receive.tensor, group=receive.group, group_src=receive.group_peer)
+    with patch.object(schedule, "_n_microbatches", 1), patch.object(stage, "_micro_batches", 1):
+        yield 1
 
 
 def _batches(count: int, shape: tuple[int, int], device: torch.device) -> list[MicroBatch]:

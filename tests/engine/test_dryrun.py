@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from orchestrator.engine import step
+from orchestrator.engine import dryrun, step
 from orchestrator.engine.account import Account, Watch
 from orchestrator.engine.dryrun import SimulatedRank, plain, simulate
 from orchestrator.plan.dryrun_problems import problems_of
@@ -152,6 +153,19 @@ def test_what_follows_from_two_steps_is_what_the_whole_step_comes_to() -> None:
         assert len(whole.micro_batches) == 1 and len(extended.micro_batches) == 2
         assert extended.memory == pytest.approx(whole.memory, abs=1024)
         assert (extended.flops, extended.collectives) == (whole.flops, whole.collectives)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_first_step_of_one_micro_batch_leaves_what_a_whole_one_does(schedule: str, stage: int) -> None:
+    parallel = {"data": 2, "tensor": 2, "pipeline": 2, "schedule": schedule, "zero_stage": stage}
+    plan = blocks(parallel=parallel, batch=8)
+    for rank in (0, 7):
+        short = sound(simulate(plan, rank))
+        with patch.object(dryrun, "_first_step_of", lambda parts, count: nullcontext(count)):
+            whole = sound(simulate(plan, rank))
+        for name in ("memory", "between_steps", "collectives", "flops"):
+            assert getattr(short, name) == getattr(whole, name), name
 
 
 @pytest.mark.parametrize("stage, recompute, gib", [
