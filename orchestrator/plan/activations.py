@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from orchestrator.plan.loss_chunks import chunk_of, gradient_ahead, row_bytes, waiting_weight_gradients
+from orchestrator.plan.loss_chunks import chunk_of, gradient_ahead, row_bytes
 from orchestrator.plan.system_profile import SystemProfile
 from orchestrator.plan.work import Work
 
@@ -31,7 +31,9 @@ class BlockActivations:
     recomputed, and gradients of activations."""
     deferred: float = 0.0
     """What waits beside `kept` for the weights' gradients once those of the inputs are there, where the two are apart:
-    the gradient of every product's result."""
+    the gradient of every product's and norm's result."""
+    products_inputs: float = 0.0
+    """Of `kept`, inputs of products that nothing else needs."""
     weight_gradients: float = 0.0
     """Gradients of weights, as they come, that exist then."""
     working_added: float = 0.0
@@ -65,7 +67,8 @@ def block_activations(work: Work, profile: SystemProfile) -> BlockActivations:
     return BlockActivations(
         kept=kept + tables,
         working=again + beside,
-        deferred=_products_gradients(work),
+        deferred=_products_gradients(work) + 2.0 * stream,
+        products_inputs=_products_inputs(work),
         weight_gradients=weights,
         working_added=again + added[0],
         weight_added=added[1],
@@ -190,15 +193,30 @@ def _products_gradients(work: Work) -> float:
     return work.tokens * element * (cut + 2.0 * model.hidden)
 
 
+def _products_inputs(work: Work) -> float:
+    """Inputs of products, but for attention's result, which attention keeps as well."""
+    model, element = work.architecture, work.activation_bytes
+    return float(work.tokens) * element * (2.0 * model.hidden + model.ffn / work.parallel.tensor)
+
+
+def head_weight_bytes(work: Work, profile: SystemProfile) -> float:
+    """The gradient of the head's weight, where it comes with the loss, as it waits for the backward pass."""
+    if not profile.loss_in_chunks:
+        return 0.0
+    return float(_rows(work, profile) * work.architecture.hidden * work.activation_bytes)
+
+
+def _rows(work: Work, profile: SystemProfile) -> int:
+    return -(-work.architecture.vocab // (work.parallel.tensor if profile.logits_cut else 1))
+
+
 def logits_bytes(work: Work, profile: SystemProfile) -> float:
     """What is as wide as the vocabulary when the loss is largest, cut over the tensor ranks: logits or what the loss
-    works on, and, where the loss brings them along, gradients of the head's weight."""
-    rows = -(-work.architecture.vocab // (work.parallel.tensor if profile.logits_cut else 1))
+    works on, and, where the loss brings it along, the gradient of the head's weight."""
+    rows = _rows(work, profile)
     hidden, element = work.architecture.hidden, work.activation_bytes
     if profile.loss_in_chunks:
-        chunk = chunk_of(work.tokens, hidden, element)
-        put_off = waiting_weight_gradients(work.parallel.schedule, work.parallel.pipeline) * rows * hidden * element
-        return rows * row_bytes(chunk, work.tokens, hidden, element) + put_off
+        return rows * row_bytes(chunk_of(work.tokens, hidden, element), work.tokens, hidden, element)
     # In the backward pass of the loss: log-probabilities and two gradients. A pipeline keeps the last stage's output,
     # the logits themselves, beside what the loss works on.
     output = element if work.parallel.pipeline > 1 and profile.keeps_stage_outputs else 0
@@ -218,6 +236,14 @@ def head_activations(work: Work, profile: SystemProfile) -> float:
     # Where gradients are not computed ahead, all micro-batches wait with their final hidden states.
     waiting = 1 if gradient_ahead(work.parallel.schedule, work.parallel.pipeline) else work.parallel.micro_batches
     return features * element + norm * waiting
+
+
+def kept_of_head(work: Work, profile: SystemProfile) -> float:
+    """Of that, what a micro-batch keeps until its backward pass where that comes later: the norm's input and, where the
+    loss brings it along, the gradient of its result."""
+    features, element = float(work.tokens) * work.architecture.hidden, work.activation_bytes
+    cut = work.parallel.tensor if work.sequence_parallel else 1
+    return _norm_bytes(work, profile) * features / cut + (features * element if profile.loss_in_chunks else 0.0)
 
 
 def table_bytes(work: Work, profile: SystemProfile) -> float:

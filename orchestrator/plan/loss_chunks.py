@@ -24,15 +24,6 @@ def gradient_ahead(schedule: str, pipeline: int) -> bool:
     return pipeline == 1 or schedule != "gpipe"
 
 
-def waiting_weight_gradients(schedule: str, pipeline: int) -> int:
-    """Gradients of the head's weight that the last stage keeps at most beside the one at work.
-
-    `interleaved_zero_bubble` puts the weights' part of as many backward passes off as there are pipeline ranks; in
-    every other schedule it comes before the next micro-batch.
-    """
-    return pipeline - 1 if schedule == "interleaved_zero_bubble" else 0
-
-
 def chunk_tokens(config: RunConfig, parallel: ParallelFacts) -> int:
     """Tokens of a chunk of the loss, for one micro-batch of one rank."""
     tokens = config.training.micro_batch_size * config.training.sequence_length // parallel.context

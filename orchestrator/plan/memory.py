@@ -14,12 +14,16 @@ from orchestrator.plan.activations import (
     BlockActivations,
     block_activations,
     head_activations,
+    head_weight_bytes,
+    kept_of_head,
     logits_bytes,
     table_bytes,
 )
 from orchestrator.plan.architecture import architecture_of
 from orchestrator.plan.run_plan import ParallelFacts, RankMemory
 from orchestrator.plan.schedules import SPLIT_BACKWARDS
+from orchestrator.plan.split_memory import Instant, SplitRank, fullest
+from orchestrator.plan.split_moments import moments
 from orchestrator.plan.stages import V_SHAPED, stages_of_rank
 from orchestrator.plan.states import Stages, StateMemory, held_parts, held_stages, rank_elements, state_memory
 from orchestrator.plan.system_profile import SystemProfile
@@ -49,6 +53,12 @@ class Common:
     """Buffers of a stage for all micro-batches that it receives from one neighbour."""
     tables: float
     """Buffers of a stage that are there always."""
+    head_kept: float
+    """Of the head's activations, what is kept until the backward pass."""
+    head_weight: float
+    """The gradient of the head's weight, where it waits for the backward pass."""
+    narrow: float
+    """Bytes of a gradient as it comes relative to the sum that it is added to; 0: it is added where it comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +119,19 @@ def _common(work: Work, profile: SystemProfile, block: BlockActivations) -> Comm
         boundary = stream if profile.keeps_stage_outputs else 0.0
         if profile.receives_ahead:
             inputs, received = stream, stream * work.parallel.micro_batches
-    head = head_activations(work, profile)
-    return Common(block, logits_bytes(work, profile), head, boundary, inputs, received, table_bytes(work, profile))
+    state = profile.bytes_of(work.precision)
+    return Common(
+        block=block,
+        logits=logits_bytes(work, profile),
+        beside_logits=head_activations(work, profile),
+        boundary=boundary,
+        inputs=inputs,
+        received=received,
+        tables=table_bytes(work, profile),
+        head_kept=kept_of_head(work, profile),
+        head_weight=head_weight_bytes(work, profile),
+        narrow=state.raw_gradients / state.gradients if state.raw_gradients < state.gradients else 0.0,
+    )
 
 
 def _held(work: Work, profile: SystemProfile, stages: Stages, held: dict[Stages, Held]) -> Held:
@@ -157,7 +178,10 @@ def rank_states(work: Work, profile: SystemProfile, stages: Stages) -> StateMemo
 
 def _rank_memory(work: Work, profile: SystemProfile, common: Common, held: Held, rank: int) -> RankMemory:
     facts, states = work.parallel, held.states
-    peak = max(_instants(work, common, held, rank), key=sum)
+    if facts.pipeline > 1 and facts.schedule in SPLIT_BACKWARDS:
+        peak = _split_peak(work, common, held, rank)
+    else:
+        peak = max(_instants(work, common, held, rank), key=sum)
     gradients, gathered, activations, logits, buffers = map(round, peak)
     used = states.parameters + states.optimizer + gradients + gathered + activations + logits + buffers
     reserve = round(profile.reserve_bytes(work, used))
@@ -200,8 +224,44 @@ def _bytes_of(kept: tuple[Kept, ...], common: Common, held: Held) -> float:
     return total
 
 
-Instant = tuple[float, float, float, float, float]
-"""Bytes of gradients, gathered copies, activations, logits and buffers at one moment of a step."""
+def _split_peak(work: Work, common: Common, held: Held, rank: int) -> Instant:
+    """The fullest moment of a schedule that splits its backward passes."""
+    facts, count = work.parallel, len(held.layers)
+    # In the point of a V a rank hands over to itself; torch keeps that from one step to the next.
+    turns = facts.schedule in V_SHAPED and rank == facts.pipeline - 1
+    sent = common.received / facts.micro_batches
+    own = stages_of_rank(rank, facts.pipeline, facts.virtual_stages, facts.schedule)
+    outputs = [0.0 if turns and not at else sends * common.boundary for at, sends in enumerate(held.outputs)]
+    kept = [
+        layers * common.block.kept + output - reads * common.inputs
+        for layers, output, reads in zip(held.layers, outputs, held.inputs, strict=True)
+    ]
+    kept[-1] += common.head_kept * held.head
+    split = SplitRank(
+        states=held.states,
+        block=common.block,
+        layers=held.layers,
+        shares=held.gradient_shares,
+        kept=tuple(
+            layers * common.block.kept
+            + output
+            - reads * common.inputs
+            + common.head_kept * (held.head and stage == own[-1])
+            for stage, layers, output, reads in zip(own, held.layers, outputs, held.inputs, strict=True)
+        ),
+        output=tuple(outputs),
+        input=tuple(0.0 if (turns and at) or not stage else sent for at, stage in enumerate(own)),
+        lasting=2 * turns * common.received,
+        buffers=common.received * (held.neighbours - 2 * turns) + common.tables * count,
+        last=count - 1 if held.head else None,
+        head_weight=common.head_weight,
+        logits=common.logits,
+        beside_logits=common.beside_logits - common.head_kept,
+        narrow=common.narrow,
+        left=1.0 / facts.zero_group if facts.zero_stage else 1.0,
+        on_host=work.offload,
+    )
+    return fullest(split, moments(shape_of(facts), rank, gradients_wait=common.narrow > 0))
 
 
 def _instants(work: Work, common: Common, held: Held, rank: int) -> tuple[Instant, ...]:

@@ -9,7 +9,6 @@ from orchestrator.plan.loss_chunks import (
     chunk_of,
     gradient_ahead,
     row_bytes,
-    waiting_weight_gradients,
 )
 from orchestrator.plan.schedules import Shape, action_lists
 
@@ -60,13 +59,10 @@ def test_chunks_by_tokens_width_and_type(tokens: int, hidden: int, element: int,
 def test_gradients_are_computed_ahead_where_the_schedule_has_one_micro_batch_wait_on_the_last_stage(
     schedule: str, virtual: int, pipeline: int, micro_batches: int
 ) -> None:
-    last, waiting, most, put_off, most_put_off = pipeline * virtual - 1, 0, 0, 0, 0
+    last, waiting, most = pipeline * virtual - 1, 0, 0
     for actions in action_lists(Shape(schedule, pipeline, virtual, micro_batches)):
         for action in actions:
             if action.stage == last:
                 waiting += {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
-                put_off += {"F": 0, "B": 0, "I": 1, "W": -1}[action.kind]
-                most, most_put_off = max(most, waiting), max(most_put_off, put_off)
+                most = max(most, waiting)
     assert gradient_ahead(schedule, pipeline) == (most == 1)
-    # One of those is the gradient at work.
-    assert waiting_weight_gradients(schedule, pipeline) == max(0, most_put_off - 1)

@@ -237,6 +237,7 @@ def test_the_planner_is_near_the_simulation_and_exact_in_states() -> None:
     assert errors[len(errors) // 2] < MEDIAN and errors[-1] < WORST, [(rank.name, rank.off) for rank in found]
 
 
+TWO_STAGES = {"data": 2, "pipeline": 2, "zero_stage": 1, "virtual_stages": 2}
 EACH = (
     Case("stage 1, selective", {"data": 8, "zero_stage": 1}, 16, "selective", {"num_hidden_layers": 2}),
     Case("stage 2, full", {"data": 8, "zero_stage": 2}, 32, "full", {"num_hidden_layers": 2}),
@@ -244,6 +245,9 @@ EACH = (
     Case("tensor 4", {"data": 2, "tensor": 4, "zero_stage": 1, "sequence_parallel": True}, 8, "selective"),
     Case("offload, one GPU", {"data": 1, "zero_stage": 3, "offload": "all"}, 4, model={"num_hidden_layers": 2}),
     Case("1F1B", {"data": 2, "pipeline": 2, "zero_stage": 1, "schedule": "1f1b"}, 16, "selective"),
+    Case("interleaved zero bubble", {**TWO_STAGES, "schedule": "interleaved_zero_bubble"}, 16, "none"),
+    Case("ZB-V", {**TWO_STAGES, "schedule": "zbv_zero_bubble"}, 16, "none"),
+    Case("DualPipeV", {**TWO_STAGES, "schedule": "dualpipev"}, 16, "none"),
 )
 NOISE = 16 * MIB
 """What may be left of a small category: samples, positions, the last tensor sent."""
@@ -257,7 +261,6 @@ def test_each_category_at_the_peak_is_what_the_simulation_holds(case: Case) -> N
             assert rank.simulated[name] == pytest.approx(rank.planned[name], rel=0.05, abs=NOISE), (rank.rank, name)
 
 
-TWO_STAGES = {"data": 2, "pipeline": 2, "zero_stage": 1, "virtual_stages": 2}
 THREE_AXES = {"data": 2, "tensor": 2, "pipeline": 2, "zero_stage": 2, "sequence_parallel": True}
 
 
