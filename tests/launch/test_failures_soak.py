@@ -27,6 +27,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 STEPS = 100
 STEP_TIMEOUT_SECONDS = 10
+REPLAN_AFTER_SECONDS = 3
+"""Asked to be waited before three go on; a node that was taken for busy would be waited for much longer."""
 CAUSES = ["crash", "hang", "hang", "preemption", "node_loss", "crash", "node_loss", "finished"]
 IN_PLACE = (2, 3, 4, 7)
 """Attempts on the nodes of the attempt before."""
@@ -59,7 +61,7 @@ def soak(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Soaked]:
     words = (
         "checkpoint.every_steps=5", f"tracking.uri={server.uri}",
         f"fault_tolerance.step_timeout_seconds={STEP_TIMEOUT_SECONDS}", "fault_tolerance.max_node_losses=3",
-        "fault_tolerance.replan_after_seconds=3", "fault_tolerance.placement_timeout_seconds=20",
+        f"fault_tolerance.replan_after_seconds={REPLAN_AFTER_SECONDS}", "fault_tolerance.placement_timeout_seconds=600",
     )  # fmt: skip
     soaked = Soaked(Command(nodes, folder, "soak", ranks=4, steps=STEPS, words=words))
     try:
@@ -187,7 +189,10 @@ def test_the_way_back_to_work_is_recorded_in_parts_and_short(soak: Soaked) -> No
         if number in IN_PLACE:
             assert to_work - parts["data and checkpoint"] <= max(3, cold / 10), "3 s, more where all takes longer"
         else:
-            assert to_work - parts["nodes"] <= 1.5 * cold, "as a cold start, apart from what nodes were waited for"
+            asked = REPLAN_AFTER_SECONDS if number == len(CAUSES) else 0
+            wait = sum(parts.get(part, 0.0) for part in ("killed", "waiting", "nodes"))
+            print(f"  {wait:.2f} s until its nodes were chosen, of which {asked} s are replan_after_seconds")
+            assert to_work - asked <= 1.5 * cold, "as a cold start, apart from what was asked to be waited"
 
 
 def test_what_ends_no_attempt_is_said_and_what_does_is_named(soak: Soaked) -> None:
