@@ -15,7 +15,7 @@ from orchestrator.config.schema import FaultToleranceConfig
 from orchestrator.errors import PlacementError, PlanError, Problem
 from orchestrator.placement.shares import choose_shares, fits_when_free, usable_nodes
 from orchestrator.placement.topology import Node, need_of
-from orchestrator.plan.replan import replan
+from orchestrator.plan.replan import Replanned, replan
 from orchestrator.plan.run_plan import RunPlan
 
 _AGAIN_SECONDS = 1.0
@@ -123,27 +123,36 @@ class Placing(Generic[AttemptT]):
         self._over = self._since + patience
         reason = refusal.problems[0].message
         if now < self._over or (self._lost and not self._settled):
-            if reason != self._told and self._settled:
-                self._told = reason
-                self._observe({"kind": "waiting", "reason": reason, "limit_seconds": patience, "then": then})
+            self._tell_waiting(reason, patience, then)
             return None
         if not then:
             raise refusal
-        return self._smaller(reason, nodes, make)
-
-    def _smaller(self, reason: str, nodes: Sequence[Node], make: Callable[[RunPlan], AttemptT]) -> AttemptT:
-        """An attempt of a plan for what is free now. Raises `PlacementError` when there is none."""
-        free = {node.node_id: node.slots_free for node in usable_nodes(nodes, need_of(self._asked))}
+        remain = usable_nodes(nodes, need_of(self._asked))
         try:
-            found = replan(self._asked, list(free.values()))
+            found = replan(self._asked, [node.slots_free for node in remain])
         except PlanError as error:
+            limit = self._tolerance.placement_timeout_seconds
+            if now < self._since + limit and _holds_less(self._asked, [node.slots_total for node in remain]):
+                self._tell_waiting(reason, limit, "")
+                return None
             lost = Problem("cluster", "nodes are gone, and what remains holds no plan with the same model split.", "")
             raise PlacementError([lost, *error.problems]) from error
+        return self._smaller(found, reason, nodes, make)
+
+    def _smaller(
+        self, found: Replanned, reason: str, nodes: Sequence[Node], make: Callable[[RunPlan], AttemptT]
+    ) -> AttemptT:
+        """The attempt of a plan for what is free now."""
         tried = make(found.plan)
         tried.begin(nodes)
         self.plan = found.plan
         self._tell_replanned(found.plan, reason, list(found.changes), _idle(nodes, found.plan))
         return tried
+
+    def _tell_waiting(self, reason: str, limit: float, then: str) -> None:
+        if reason != self._told and self._settled:
+            self._told = reason
+            self._observe({"kind": "waiting", "reason": reason, "limit_seconds": limit, "then": then})
 
     def _tell_grown(self) -> None:
         assert self.plan.parallel is not None
@@ -153,6 +162,15 @@ class Placing(Generic[AttemptT]):
         assert plan.parallel is not None
         event = {"reason": reason, "changes": changes, "idle": idle, "world_size": plan.parallel.world_size}
         self._observe({"kind": "replanned", **event, "plan": plan.to_dict()})
+
+
+def _holds_less(plan: RunPlan, slots: Sequence[int]) -> bool:
+    """Whether these slots hold `plan` with fewer data ranks."""
+    try:
+        replan(plan, slots)
+    except PlanError:
+        return False
+    return True
 
 
 def _idle(nodes: Sequence[Node], plan: RunPlan) -> dict[str, int]:

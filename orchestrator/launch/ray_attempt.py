@@ -20,7 +20,7 @@ from orchestrator.launch.inventory import bundle_nodes, draining_nodes, living_n
 from orchestrator.launch.request import LaunchRequest
 from orchestrator.launch.session import cluster_address
 from orchestrator.launch.supervisor import SupervisorOrder
-from orchestrator.launch.trainer import start_attempt
+from orchestrator.launch.trainer import start_attempt, take_back
 from orchestrator.placement.assign import RankReport, assign_coordinates
 from orchestrator.placement.shares import choose_shares
 from orchestrator.placement.topology import LocatedShare, Node, PlacedRank, ShareChoice, need_of
@@ -28,8 +28,10 @@ from orchestrator.plan.rank_task import RankTask
 
 _PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "CUDA_LAUNCH_BLOCKING", "XDG_CACHE_HOME", "AWS_")
 """Variables of the driver that reach every rank, on every node; `AWS_` so that all read and write one object store."""
-_END_SECONDS = 30.0
-"""Time that Ray Train has to end an attempt whose supervisors have returned."""
+_END_SECONDS = 10.0
+"""Time that Ray Train has to end an attempt whose supervisors have returned; it gives a dead worker five seconds."""
+_TAKEN_SECONDS = 5.0
+"""Time that it has after its nodes were taken from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,7 @@ class RayAttempt:
     def reservation_problems(self) -> tuple[Problem, ...]:
         """What Ray's own table of the attempt's placement group says otherwise than the choice."""
         assert self._choice is not None
-        groups = {str(group) for facts in self._facts.values() if (group := facts.get("placement_group"))}
+        groups = self._groups()
         held: Counter[str] = Counter()
         for group in groups:
             held.update(bundle_nodes(group))
@@ -176,6 +178,10 @@ class RayAttempt:
         differing = sorted((held - wanted) + (wanted - held))
         message = f"Ray reserved other nodes than were chosen: its placement group differs on {', '.join(differing)}."
         return (Problem("cluster", message, ""),)
+
+    def _groups(self) -> set[str]:
+        """Ids of the placement groups that supervisors are in: one, as far as is known."""
+        return {str(group) for facts in self._facts.values() if (group := facts.get("placement_group"))}
 
     def stop(self, generation: int) -> None:
         """Ask all ranks to save and stop at the next step."""
@@ -191,10 +197,16 @@ class RayAttempt:
         return self._cleared >= self._facts.keys()
 
     def end(self) -> None:
-        """Let the supervisors return and Ray Train end its `fit`."""
+        """Let the supervisors return and Ray Train end its `fit`. Where it waits for a worker on a node that does not
+        answer, the nodes that do are taken from it."""
         self._send_all({"kind": "finish"})
-        if self._thread is not None:
-            self._thread.join(_END_SECONDS)
+        if self._thread is None:
+            return
+        self._thread.join(_END_SECONDS)
+        if self._thread.is_alive():
+            for group in self._groups():
+                take_back(group)
+            self._thread.join(_TAKEN_SECONDS)
 
     def _one_node(self) -> bool:
         return len({facts["node_id"] for facts in self._facts.values()}) == 1

@@ -44,6 +44,15 @@ def start_attempt(
     return thread
 
 
+def take_back(placement_group: str) -> None:
+    """Free what a `fit` holds on its nodes, whether it has ended or not; its workers there end. By the group's id."""
+    from ray import PlacementGroupID
+    from ray.util import remove_placement_group
+    from ray.util.placement_group import PlacementGroup
+
+    remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(placement_group)))
+
+
 def share_resources(device: str, choice: ShareChoice) -> dict[str, float]:
     """What Ray holds for one share: all its slots in one bundle, so that they lie on one node."""
     return {resource_of(device): choice.share_size}

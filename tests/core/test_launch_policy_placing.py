@@ -222,6 +222,26 @@ def test_slots_that_others_take_meanwhile_are_not_waited_for_for_ever():
     assert cluster.look(117.25).plan.parallel.data == 2
 
 
+def test_when_others_hold_all_that_remains_they_are_waited_for_as_busy_nodes_are():
+    cluster = lost([1, 1, 1], noticed=100.0, replan_after_seconds=3, placement_timeout_seconds=60)
+    being_freed(cluster)
+    assert cluster.look(115.0) is None
+    assert cluster.look(118.0) is None
+    (waiting,) = cluster.of("waiting")
+    assert (waiting["limit_seconds"], waiting["then"]) == (60, "")
+    freed(cluster)
+    assert cluster.look(119.0).plan.parallel.data == 3
+
+
+def test_and_no_longer_than_that():
+    cluster = lost([1, 1, 1], noticed=100.0, replan_after_seconds=3, placement_timeout_seconds=60)
+    being_freed(cluster)
+    assert cluster.look(115.0) is None
+    assert cluster.look(159.0) is None
+    with pytest.raises(PlacementError, match="nodes are gone, and what remains holds no plan"):
+        cluster.look(160.0)
+
+
 def test_a_lost_node_need_not_free_what_it_held():
     cluster = lost([1, 1, 1, 1], noticed=100.0, replan_after_seconds=3)
     silent(cluster, 2)
