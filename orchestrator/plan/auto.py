@@ -99,13 +99,14 @@ def _on_one(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"data": 1, "zero_group": "auto"})})
 
 
+def can_train(config: RunConfig, candidate: Candidate) -> bool:
+    """Whether today's engine runs it: the planner knows more than the engine (`engine_rules.py`)."""
+    return not engine_problems(RunPlan(asked_for(config, candidate), None, None, None))
+
+
 def _best(config: RunConfig) -> Resolved:
     """The best plan that today's engine runs, or the best there is when it runs none."""
-
-    def runs(candidate: Candidate) -> bool:
-        return not engine_problems(RunPlan(asked_for(config, candidate), None, None, None))
-
-    found = search(config, allowed=runs)
+    found = search(config, allowed=lambda candidate: can_train(config, candidate))
     if not found.ranked:
         found = search(config)
     if not found.ranked:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.config.schema import RunConfig
-from orchestrator.plan.auto import largest_micro_batch
+from orchestrator.plan.auto import can_train, largest_micro_batch
 from orchestrator.plan.evaluate import Evaluator
 from orchestrator.plan.explain import duration, size
 from orchestrator.plan.inventory import take_inventory
@@ -26,6 +26,8 @@ from orchestrator.plan.search_space import Candidate, Split, overrides
 
 _SHOWN = 12
 """Plans in the table."""
+_PLANNED_ONLY = "*"
+_PLANNED_ONLY_WORDS = "can be planned, and is refused by `train`: the engine does not run context parallelism yet"
 _REASONS = 6
 """Rejected splits in the table."""
 
@@ -60,17 +62,20 @@ def _parts(config: RunConfig, found: Found, width: int) -> Iterator[RenderableTy
         f" on {hardware}; {len(found.rejected)} splits do not.",
     )
     if found.ranked:
-        yield Padding(_table(config, found.ranked[:_SHOWN], width), (1, 0, 0, 2))
+        best = next((plan for plan in found.ranked if can_train(config, plan.candidate)), found.ranked[0])
+        yield Padding(_table(config, found.ranked[:_SHOWN], best, width), (1, 0, 0, 2))
         if count > _SHOWN:
             yield Padding(Text(f"... and {count - _SHOWN} slower ones (--json has all)", style="dim"), (0, 0, 0, 2))
-        yield from _best(config, found.ranked[0])
-        yield from _declared(config, found.ranked[0])
+        if not all(can_train(config, plan.candidate) for plan in found.ranked[:_SHOWN]):
+            yield Padding(Text(f"{_PLANNED_ONLY} {_PLANNED_ONLY_WORDS}", style="dim"), (0, 0, 0, 2))
+        yield from _best(config, best, found.ranked.index(best) + 1)
+        yield from _declared(config, best)
     if found.rejected:
         yield Padding(Text("Splits that do not fit, with their leanest course", style="bold"), (1, 0, 0, 0))
         yield Padding(_rejected(found.rejected), (0, 0, 0, 2))
 
 
-def _table(config: RunConfig, ranked: tuple[Ranked, ...], width: int) -> Table:
+def _table(config: RunConfig, ranked: tuple[Ranked, ...], best: Ranked, width: int) -> Table:
     wide = width >= 110
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for title in ("", "step", "MFU", "memory", "TP", "PP", "CP", "DP", "sharding", "micro"):
@@ -83,7 +88,7 @@ def _table(config: RunConfig, ranked: tuple[Ranked, ...], width: int) -> Table:
         split, course = plan.candidate.split, plan.candidate.course
         mfu = None if plan.step_seconds is None else evaluate.mfu(plan.candidate, plan.step_seconds)
         row = [
-            str(number),
+            str(number) if can_train(config, plan.candidate) else f"{_PLANNED_ONLY} {number}",
             duration(plan.step_seconds),
             "-" if mfu is None else f"{mfu:.0%}",
             size(evaluate.peak_where_it_fits(plan.candidate)),
@@ -97,7 +102,7 @@ def _table(config: RunConfig, ranked: tuple[Ranked, ...], width: int) -> Table:
         ]
         if wide:
             row.append(schedule_words(plan.candidate))
-        table.add_row(*row, style="bold" if number == 1 else None)
+        table.add_row(*row, style="bold" if plan is best else None)
     return table
 
 
@@ -109,8 +114,9 @@ def schedule_words(candidate: Candidate) -> str:
     return course.schedule + (f" x{course.virtual_stages}" if course.virtual_stages > 1 else "")
 
 
-def _best(config: RunConfig, best: Ranked) -> Iterator[RenderableType]:
-    yield Padding(Text("The best, to be typed behind the same words", style="bold"), (1, 0, 0, 0))
+def _best(config: RunConfig, best: Ranked, number: int) -> Iterator[RenderableType]:
+    which = "The best" if number == 1 else f"The best that trains, number {number}"
+    yield Padding(Text(f"{which}, to be typed behind the same words", style="bold"), (1, 0, 0, 0))
     yield Padding(Text(" ".join(overrides(config, best.candidate)), style="green"), (0, 0, 0, 2))
     largest = largest_micro_batch(Evaluator(config), best.candidate)
     yield Padding(Text(f"Largest micro-batch that fits with it: {largest}"), (0, 0, 0, 2))
@@ -131,10 +137,8 @@ def _against(declared: RunPlan, best: Ranked) -> str:
         return "fits; times are not computed for this hardware."
     slower = step / best.step_seconds - 1
     if slower < 0:
-        return (
-            f"takes {duration(step)} a step, {-slower:.0%} less than the best of the space that search looks through."
-        )
-    return f"takes {duration(step)} a step, {slower:.0%} more than the best."
+        return f"takes {duration(step)} a step, {-slower:.0%} less than the best that the search came upon."
+    return f"takes {duration(step)} a step, {slower:.0%} more than that."
 
 
 def _rejected(rejected: tuple[Rejected, ...]) -> Table:
@@ -165,6 +169,7 @@ def search_dict(config: RunConfig, found: Found) -> dict[str, Any]:
             "tokens_per_second": None if step is None else tokens / step,
             "peak_bytes": evaluate.peak_where_it_fits(plan.candidate),
             "overrides": list(overrides(config, plan.candidate)),
+            "trains": can_train(config, plan.candidate),
         }
 
     return {

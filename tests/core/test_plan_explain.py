@@ -137,6 +137,19 @@ def test_a_search_shows_the_best_plans_what_to_type_and_why_others_are_none(widt
     assert "pipeline rank 0 needs" in page
 
 
+def test_a_search_recommends_what_trains_and_marks_what_is_only_planned() -> None:
+    config = load_config(["+experiment=llama70b_3d"])
+    found = search(config)
+    page = _found(config, 120)
+    trains = [plan.candidate.split.context == 1 for plan in found.ranked]
+    assert not trains[0]
+    assert f"The best that trains, number {trains.index(True) + 1}, to be typed" in page
+    assert "parallel.context" not in page
+    assert "* 1 " in page
+    assert "is refused by `train`" in page
+    assert [plan["trains"] for plan in search_dict(config, found)["plans"]] == trains
+
+
 def test_a_search_as_json_has_every_plan_and_every_reason() -> None:
     config = cases.config(cases.LLAMA_7B, training={"global_batch_size": 64})
     found = search(config)
