@@ -226,16 +226,21 @@ def logits_bytes(work: Work, profile: SystemProfile) -> float:
 def head_activations(work: Work, profile: SystemProfile) -> float:
     """What the head holds beside that: input and output of the final norm, the output put together from the parts of
     the sequence, and its gradient."""
-    hidden, element = work.architecture.hidden, work.activation_bytes
-    features = float(work.tokens) * hidden
-    norm = (_norm_bytes(work, profile) + element) * features
+    features, norm = float(work.tokens) * work.architecture.hidden, head_waits(work, profile)
     if not profile.loss_in_chunks:
         return norm
-    if work.sequence_parallel:
-        norm = norm / work.parallel.tensor + features * element
     # Where gradients are not computed ahead, all micro-batches wait with their final hidden states.
     waiting = 1 if gradient_ahead(work.parallel.schedule, work.parallel.pipeline) else work.parallel.micro_batches
-    return features * element + norm * waiting
+    return features * work.activation_bytes + norm * waiting
+
+
+def head_waits(work: Work, profile: SystemProfile) -> float:
+    """Of that, what each micro-batch keeps that waits for the loss's gradient: input and output of the final norm."""
+    features, element = float(work.tokens) * work.architecture.hidden, work.activation_bytes
+    norm = (_norm_bytes(work, profile) + element) * features
+    if profile.loss_in_chunks and work.sequence_parallel:
+        return norm / work.parallel.tensor + features * element
+    return norm
 
 
 def kept_of_head(work: Work, profile: SystemProfile) -> float:

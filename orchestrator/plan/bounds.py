@@ -13,7 +13,7 @@ from orchestrator.plan.collectives import collective_seconds
 from orchestrator.plan.compute import block_seconds, head_seconds
 from orchestrator.plan.constants import FITTED
 from orchestrator.plan.evaluate import Evaluator
-from orchestrator.plan.memory import rank_states
+from orchestrator.plan.held import rank_states
 from orchestrator.plan.schedules import SPLIT_BACKWARDS, Shape
 from orchestrator.plan.search_space import SIMPLEST, Candidate, Course, Place, Recompute, Split, courses
 from orchestrator.plan.stages import V_SHAPED, stages_of_rank

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from orchestrator.config.schema import RunConfig
-from orchestrator.plan.memory import rank_states
+from orchestrator.plan.held import rank_states
 from orchestrator.plan.profiles import OURS, profile_named
 from orchestrator.plan.run_plan import ParallelFacts
 from orchestrator.plan.states import held_stages

@@ -15,8 +15,9 @@ from orchestrator.plan.constants import FITTED
 from orchestrator.plan.cost import model_share
 from orchestrator.plan.device import device_of
 from orchestrator.plan.fit import gpu_shortage, host_shortage, need
+from orchestrator.plan.held import Common, Held, common_of, rank_states
 from orchestrator.plan.inventory import take_inventory, uniform_cluster
-from orchestrator.plan.memory import Common, Held, common_of, decisive_memories, memories_of, rank_states
+from orchestrator.plan.memory import decisive_memories, memories_of
 from orchestrator.plan.profiles import profile_named
 from orchestrator.plan.run_plan import ParallelFacts, RankMemory
 from orchestrator.plan.schedules import SPLIT_BACKWARDS

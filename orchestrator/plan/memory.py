@@ -7,28 +7,20 @@ Refuses nothing: a plan that does not fit is a finding of `fit.py`, not an error
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
 from orchestrator.config.schema import RunConfig
-from orchestrator.plan.activations import (
-    BlockActivations,
-    block_activations,
-    head_activations,
-    head_weight_bytes,
-    kept_of_head,
-    logits_bytes,
-    table_bytes,
-)
+from orchestrator.plan.activations import BlockActivations
 from orchestrator.plan.architecture import architecture_of
+from orchestrator.plan.held import Common, Held, common_of, common_with, held_of, hold, rank_states
+from orchestrator.plan.loss_chunks import gradient_ahead
 from orchestrator.plan.run_plan import ParallelFacts, RankMemory
 from orchestrator.plan.schedules import SPLIT_BACKWARDS
 from orchestrator.plan.split_memory import Instant, SplitRank, fullest
 from orchestrator.plan.split_moments import moments
 from orchestrator.plan.stages import V_SHAPED, stages_of_rank
-from orchestrator.plan.states import Stages, StateMemory, held_parts, held_stages, rank_elements, state_memory
+from orchestrator.plan.states import Stages, StateMemory, held_stages
 from orchestrator.plan.system_profile import SystemProfile
 from orchestrator.plan.timeline import Crest, Kept, highest_crests, peak_kept, shape_of
-from orchestrator.plan.traffic import stream_bytes
 from orchestrator.plan.work import Work, moments_share, work_of
 
 
@@ -37,54 +29,11 @@ def rank_memories(config: RunConfig, parallel: ParallelFacts, profile: SystemPro
     return memories_of(work_of(config, parallel), profile)
 
 
-@dataclass(frozen=True, slots=True)
-class Common:
-    """What all ranks of a plan share; the same wherever its states are kept."""
-
-    block: BlockActivations
-    logits: float
-    beside_logits: float
-    """Activations of the head then."""
-    boundary: float
-    """A stage's output, where it is kept until the backward pass."""
-    inputs: float
-    """A first block's input, where it is kept in the buffer that it was received in."""
-    received: float
-    """Buffers of a stage for all micro-batches that it receives from one neighbour."""
-    tables: float
-    """Buffers of a stage that are there always."""
-    head_kept: float
-    """Of the head's activations, what is kept until the backward pass."""
-    head_weight: float
-    """The gradient of the head's weight, where it waits for the backward pass."""
-    narrow: float
-    """Bytes of a gradient as it comes relative to the sum that it is added to; 0: it is added where it comes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What follows from the stages that a rank holds, computed once for all ranks that hold alike ones."""
-
-    states: StateMemory
-    layers: tuple[int, ...]
-    gradient_shares: tuple[float, ...]
-    """Part of the rank's gradients that is each stage's."""
-    weights: tuple[float, ...]
-    """Layers, a stage without any counting as half of one: it still keeps its input."""
-    outputs: tuple[int, ...]
-    """1 for a stage that sends its output on, 0 for the last."""
-    inputs: tuple[int, ...]
-    """1 for a stage whose first block reads what was received, else 0."""
-    head: bool
-    neighbours: int
-    """Stages that it receives from, counted for each of its stages."""
-
-
 def memories_of(work: Work, profile: SystemProfile) -> tuple[RankMemory, ...]:
     """Memory of every pipeline rank of a plan."""
     common, held = common_of(work, profile), dict[Stages, Held]()
     return tuple(
-        _rank_memory(work, profile, common, _held(work, profile, stages, held), rank)
+        _rank_memory(work, profile, common, held_of(work, profile, stages, held), rank)
         for rank, stages in enumerate(held_stages(work.parallel))
     )
 
@@ -104,76 +53,7 @@ def decisive_memories(
         if stages in seen and first_is_fullest:
             continue
         seen.add(stages)
-        yield _rank_memory(work, profile, common, _held(work, profile, stages, held), rank)
-
-
-def common_of(work: Work, profile: SystemProfile) -> Common:
-    """What all ranks of a plan share."""
-    return _common(work, profile, block_activations(work, profile))
-
-
-def _common(work: Work, profile: SystemProfile, block: BlockActivations) -> Common:
-    boundary = received = inputs = 0.0
-    if work.parallel.pipeline > 1:
-        stream = stream_bytes(work) / (work.parallel.tensor if work.sequence_parallel else 1)
-        boundary = stream if profile.keeps_stage_outputs else 0.0
-        if profile.receives_ahead:
-            inputs, received = stream, stream * work.parallel.micro_batches
-    state = profile.bytes_of(work.precision)
-    return Common(
-        block=block,
-        logits=logits_bytes(work, profile),
-        beside_logits=head_activations(work, profile),
-        boundary=boundary,
-        inputs=inputs,
-        received=received,
-        tables=table_bytes(work, profile),
-        head_kept=kept_of_head(work, profile),
-        head_weight=head_weight_bytes(work, profile),
-        narrow=state.raw_gradients / state.gradients if state.raw_gradients < state.gradients else 0.0,
-    )
-
-
-def _held(work: Work, profile: SystemProfile, stages: Stages, held: dict[Stages, Held]) -> Held:
-    found = held.get(stages)
-    if found is None:
-        found = held[stages] = _hold(work, stages, rank_states(work, profile, stages))
-    return found
-
-
-def _hold(work: Work, stages: Stages, states: StateMemory) -> Held:
-    facts = work.parallel
-    elements = [rank_elements(work.architecture, (stage,), facts.tensor, facts.zero_group).whole for stage in stages]
-    shares = tuple(each / max(1, sum(elements)) for each in elements)
-    layers = tuple(stage[0] for stage in stages)
-    weights = tuple(max(float(count), 0.5) for count in layers)
-    outputs = tuple(int(not last) for _, _, last in stages)
-    inputs = tuple(int(count > 0 and not first) for count, first, _ in stages)
-    neighbours = sum(int(not first) + int(not last) for _, first, last in stages)
-    return Held(states, layers, shares, weights, outputs, inputs, any(stage[2] for stage in stages), neighbours)
-
-
-def rank_states(work: Work, profile: SystemProfile, stages: Stages) -> StateMemory:
-    """Model states of one GPU of the pipeline rank that holds `stages`."""
-    facts = work.parallel
-    state = profile.bytes_of(work.precision)
-    if work.moments_share != 1.0:
-        state = replace(state, moments=state.moments * work.moments_share)
-    elements = rank_elements(work.architecture, stages, facts.tensor, facts.zero_group)
-    if profile.one_unit_on_cpu and facts.zero_stage == 0 and not work.on_gpu:
-        elements = replace(elements, block=0, ends=elements.whole)
-    stage = profile.zero_stage(work)
-    return state_memory(
-        elements,
-        state,
-        zero_stage=stage,
-        master_gathered=profile.master_gathered,
-        offload=work.offload,
-        loss_in_head=profile.loss_in_chunks,
-        once=facts.micro_batches == 1,
-        one_shard=facts.zero_group == 1,
-        ends_tied=work.architecture.tied and all(held_parts(stages)[1:]),
-    )
+        yield _rank_memory(work, profile, common, held_of(work, profile, stages, held), rank)
 
 
 def _rank_memory(work: Work, profile: SystemProfile, common: Common, held: Held, rank: int) -> RankMemory:
@@ -204,7 +84,7 @@ def _rank_memory(work: Work, profile: SystemProfile, common: Common, held: Held,
 
 def kept_activations(work: Work, profile: SystemProfile, block: BlockActivations, stages: Stages, rank: int) -> float:
     """Bytes that the micro-batches in flight keep on a pipeline rank, when it keeps most."""
-    return _kept(work, _common(work, profile, block), _hold(work, stages, rank_states(work, profile, stages)), rank)
+    return _kept(work, common_with(work, profile, block), hold(work, stages, rank_states(work, profile, stages)), rank)
 
 
 def _kept(work: Work, common: Common, held: Held, rank: int) -> float:
@@ -318,12 +198,14 @@ def _around_loss(
         has -= gone * (1.0 - 1.0 / facts.zero_group)
     copies = 1.0 if states.gathered_unit else 1.0 - gone
     gradients = 0.0 if work.offload else states.gradients * has
-    kept = _bytes_of(crest.kept, common, held) + lasting
-    # Each further stage of a rank keeps the last buffers that its own units were gathered and reduced in; in a pipeline
-    # the last gradients of earlier micro-batches are still being reduced.
-    buffers += others * (states.reducing if started else 0)
-    spare = float(others * states.gathered_unit)
-    reducing = states.reducing if started and facts.pipeline > 1 else 0.0
+    # The input's gradient of the micro-batch before is held until the next one's is sent.
+    sent = common.inputs * (started and facts.schedule == "1f1b" and not held.first)
+    kept = _bytes_of(crest.kept, common, held) + lasting + sent
+    others_buffers, reducing, second_buffers = _last_reductions(states, held, facts) if started else (0.0, 0.0, 0.0)
+    second_buffers += buffers + (0 if started else states.reducing)
+    buffers += others_buffers
+    # What a stage's backward pass has gathered ahead goes with the stage's next forward pass, if there is one.
+    spare = float(others * states.gathered_unit) if any(crest.done) else 0.0
     gathered = states.gathered * copies + spare
     working, weights = _at_work(facts, block, states)
     at_loss = states.gathered_at_loss * copies + spare + (states.buffer_at_loss if states.gathered_unit else 0)
@@ -333,6 +215,9 @@ def _around_loss(
     if held.head:
         gathered -= states.ends_weights * last
         gradients += 0.0 if work.offload else states.ends_gradients
+        if facts.pipeline > 1 and not gradient_ahead(facts.schedule, facts.pipeline):
+            # The head keeps its part of every micro-batch that waits for its backward pass.
+            kept += (crest.kept[-1].whole - 1) * common.head_waits
     # In front of the first block it is the head's gradients that are being reduced.
     first = (float(states.reducing_head) if held.head else reducing) + weights
     at_end = _in_block(gradients, gathered, kept, buffers, block, states, facts)[1:]
@@ -343,14 +228,30 @@ def _around_loss(
     moments = (
         (gradients, gathered, kept + working, 0.0, buffers + first),
         *(at_end[:1] if summed_last else at_end),
-        (gradients, *second, 0.0, buffers + states.reducing + weights),
+        (gradients, *second, 0.0, second_buffers + weights),
     )
     if not held.head:
         return moments
     if summed_last:
         return (loss, *moments)
     summed = 0.0 if work.offload else max(0.0, gradients - states.ends_summed)
+    if states.summed_gradients and not last:
+        # In the last micro-batch: the head's copy goes before its gradients are summed, in a buffer that the next block
+        # still finds.
+        gathered -= states.ends_weights
+        moments = (*moments, (gradients, gathered, kept + working, 0.0, buffers + states.ends_summed + weights))
     return (loss, (summed, gathered, kept + block.handed_on, 0.0, buffers + states.transient_ends), *moments)
+
+
+def _last_reductions(states: StateMemory, held: Held, facts: ParallelFacts) -> tuple[float, float, float]:
+    """Buffers of the further stages' last reductions, of that of the stage at work, and of both at its second block.
+
+    Each stage keeps those that its own units were reduced in last: in a pipeline gradients of earlier micro-batches, on
+    the first stage the embedding's.
+    """
+    reduced = [states.reducing_head if at < held.first else states.reducing for at in range(len(held.layers))]
+    of_work = float(reduced[-1] if facts.pipeline > 1 else 0)
+    return float(sum(reduced[:-1])), of_work, float(sum(reduced) - min(reduced) + states.reducing)
 
 
 def _in_block(
