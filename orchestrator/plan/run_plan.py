@@ -61,6 +61,9 @@ class RankMemory:
     """FP32 master weights included."""
     gathered_bytes: int | None
     gradients_bytes: int
+    """Gradients, whole or cut, that no reduction is working on. A reduction gives them back as it copies them into what
+    it sends, so that at such a peak they are in `buffers_bytes`, up to three times over; where all weights are one unit
+    (stage 0 on a CPU) none are left here then. What a step keeps of them is part of `persistent_bytes` always."""
     optimizer_bytes: int
     activations_bytes: int | None
     logits_bytes: int | None
