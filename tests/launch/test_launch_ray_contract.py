@@ -58,7 +58,8 @@ def test_what_nodes_tell_a_driver_goes_through_the_one_function_that_is_silenced
 
     assert "print_to_stdstream(" in inspect.getsource(worker.listen_error_messages)
     assert "print(" not in inspect.getsource(worker.listen_error_messages)
-    assert list(inspect.signature(worker.print_to_stdstream).parameters) == ["data", "ignore_prefix"]
+    # From the source: a session that another test had in this process has silenced it.
+    assert "\ndef print_to_stdstream(data, ignore_prefix: bool):" in inspect.getsource(worker)
 
 
 def test_free_resources_are_known_node_by_node():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -11,8 +12,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-import models
-import orchestrator
 from orchestrator.cli import main as cli
 from orchestrator.errors import RunError
 from orchestrator.launch.hardware import check_hardware
@@ -24,6 +23,10 @@ from tests.launch.plans import cuda_plan
 pytestmark = pytest.mark.ray
 
 LABELS = {"ray.io/accelerator-type": "A100-80G", "acme.com/rack": "r1"}
+
+
+def is_package(folder: Path) -> bool:
+    return (folder / "__init__.py").is_file()
 
 
 def installed(folder: Path, name: str, version: str) -> None:
@@ -114,14 +117,21 @@ def test_a_command_is_refused_with_all_that_is_wrong_on_a_node_without_package_s
     (shared / "text.txt").write_text("To be, or not to be. " * 50_000, encoding="utf-8")
     installed(environment, "ray", "2.59.0")
     installed(environment, "torch", "2.12.0")
-    ours = [Path(orchestrator.__file__).parent, Path(models.__file__).parent]
+    ours = [
+        place
+        for entry in sys.path
+        for name in ("orchestrator", "models")
+        if is_package(place := Path(entry, name).absolute())
+    ]
     words = [
         "+experiment=llama7b_zero2", "cluster.require_labels={pool:far}", f"run.directory={shared}/runs", "data=text",
         f"data.path={shared}/text.txt", "data.tokenizer=bytes", f"checkpoint.directory={shared}",
         f"tracking.uri=sqlite:///{tmp_path}/mlflow.db",
     ]  # fmt: skip
     far = {**LABELS, "pool": "far"}
-    with elsewhere(address, [shared, *ours], {"PYTHONPATH": str(environment)}, num_cpus=2, num_gpus=8, labels=far):
+    with elsewhere(
+        address, [shared, *dict.fromkeys(ours)], {"PYTHONPATH": str(environment)}, num_cpus=2, num_gpus=8, labels=far
+    ):
         code = cli.main(words)
     said = capsys.readouterr()
     assert (code, said.out) == (2, "")
