@@ -7,6 +7,7 @@ Refuses nothing: a plan that does not fit is a finding of `fit.py`, not an error
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import mul
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.plan.activations import BlockActivations
@@ -150,19 +151,13 @@ def _instants(work: Work, common: Common, held: Held, rank: int) -> tuple[Instan
     facts, states, block = work.parallel, held.states, common.block
     share = 1.0 + block.deferred / block.kept if block.kept else 1.0
     found = highest_crests(shape_of(facts), rank, held.weights, share)
-    # Stages of one rank that follow each other, in the point of a V, hand over what they made without a buffer; torch
-    # holds it to the next step all the same.
-    handed_over = 2 * int(facts.schedule in V_SHAPED and rank == facts.pipeline - 1)
-    neighbours, lasting = held.neighbours - handed_over, common.received * handed_over
-    buffers = common.received * neighbours
-    if facts.schedule not in ("gpipe", "1f1b"):
-        # torch waits for the sends of these schedules at the step's end, and what is sent lives until then; outputs of
+    buffers, lasting = common.received * held.neighbours, 0.0
+    if facts.schedule == "interleaved_1f1b":
+        # torch waits for the sends of this schedule at the step's end, and what is sent lives until then; outputs of
         # micro-batches in flight are kept anyway.
-        lasting += (
-            common.received * held.neighbours * max(0, facts.micro_batches - facts.pipeline) / facts.micro_batches
-        )
+        lasting = buffers * max(0, facts.micro_batches - facts.pipeline) / facts.micro_batches
     buffers += common.tables * len(held.layers)
-    moments = [moment for crest in found for moment in _around_loss(work, common, held, crest, buffers, lasting)]
+    moments = [moment for crest in found for moment in _around_loss(work, common, held, crest, buffers)]
     if held.head and states.buffer_at_loss and not states.gathered_unit:
         # In a step's first micro-batch, when the head's weights, which stay whole, have just come.
         kept, gathered = sum(held.layers) * block.kept + common.beside_logits, states.gathered_at_loss
@@ -182,9 +177,7 @@ def _instants(work: Work, common: Common, held: Held, rank: int) -> tuple[Instan
     return (*moments, *_in_block(gradients, last, block.kept + lasting, buffers, block, states, facts))
 
 
-def _around_loss(
-    work: Work, common: Common, held: Held, crest: Crest, buffers: float, lasting: float
-) -> tuple[Instant, ...]:
+def _around_loss(work: Work, common: Common, held: Held, crest: Crest, buffers: float) -> tuple[Instant, ...]:
     """The loss, the head's gradients, the first block's backward after it, and the start of the second's, while most is
     kept of the time in which the same stages have gradients."""
     facts, states, block = work.parallel, held.states, common.block
@@ -198,9 +191,7 @@ def _around_loss(
         has -= gone * (1.0 - 1.0 / facts.zero_group)
     copies = 1.0 if states.gathered_unit else 1.0 - gone
     gradients = 0.0 if work.offload else states.gradients * has
-    # The input's gradient of the micro-batch before is held until the next one's is sent.
-    sent = common.inputs * (started and facts.schedule == "1f1b" and not held.first)
-    kept = _bytes_of(crest.kept, common, held) + lasting + sent
+    kept = _bytes_of(crest.kept, common, held) + _sent(facts, common, held, crest)
     others_buffers, reducing, second_buffers = _last_reductions(states, held, facts) if started else (0.0, 0.0, 0.0)
     second_buffers += buffers + (0 if started else states.reducing)
     buffers += others_buffers
@@ -241,6 +232,15 @@ def _around_loss(
         gathered -= states.ends_weights
         moments = (*moments, (gradients, gathered, kept + working, 0.0, buffers + states.ends_summed + weights))
     return (loss, (summed, gathered, kept + block.handed_on, 0.0, buffers + states.transient_ends), *moments)
+
+
+def _sent(facts: ParallelFacts, common: Common, held: Held, crest: Crest) -> float:
+    """What has been sent and is still held: with several stages outputs and inputs' gradients of all micro-batches that
+    are done, until the step's end; in 1F1B the last input's gradient, until the next is sent."""
+    if facts.schedule == "1f1b":
+        return common.inputs if any(crest.begun) and not held.first else 0.0
+    sends = (output + (at >= held.first) for at, output in enumerate(held.outputs))
+    return common.received / facts.micro_batches * float(sum(map(mul, crest.passed_on, sends)))
 
 
 def _last_reductions(states: StateMemory, held: Held, facts: ParallelFacts) -> tuple[float, float, float]:

@@ -169,6 +169,9 @@ class Crest:
     """What that comes to in the unit of the stages' weights."""
     done: tuple[bool, ...] = ()
     """Whether the last backward pass of the stage is over, where one is; only of schedules with whole ones."""
+    passed_on: tuple[int, ...] = ()
+    """Micro-batches of each stage whose backward pass is over the last time that as much is kept; of schedules with
+    several stages."""
 
 
 @lru_cache(maxsize=65536)
@@ -194,19 +197,23 @@ def crests(
         return _crests_of_one_stage(shape, rank)
     # More plans share what is kept of a walk when what does not count is always 1.
     share = weights_only_share if shape.schedule in SPLIT_BACKWARDS else 1.0
-    return _crests(shape.shorter(_KEPT_ROUNDS), rank, stage_weights, share)
+    few = shape.shorter(_KEPT_ROUNDS)
+    return _crests(few, rank, stage_weights, share, shape.micro_batches - few.micro_batches)
 
 
 @lru_cache(maxsize=65536)
-def _crests(shape: Shape, rank: int, stage_weights: tuple[float, ...], weights_only_share: float) -> tuple[Crest, ...]:
+def _crests(
+    shape: Shape, rank: int, stage_weights: tuple[float, ...], weights_only_share: float, left_out: int
+) -> tuple[Crest, ...]:
     virtual_stages = shape.virtual_stages
     place = {stage: at for at, stage in enumerate(stages_of_rank(rank, shape.pipeline, virtual_stages, shape.schedule))}
     whole, rest, begun = [0] * virtual_stages, [0] * virtual_stages, [False] * virtual_stages
     left = [shape.micro_batches] * virtual_stages
     done: tuple[bool, ...] = ()
     found: list[tuple[tuple[bool, ...], tuple[int, ...], tuple[int, ...], float, tuple[bool, ...]]] = []
-    weight, most = 0.0, -1.0
-    for stage, kind, _, _ in rank_actions(shape, rank):
+    passed_on: list[tuple[int, ...]] = []
+    weight, most, actions = 0.0, -1.0, rank_actions(shape, rank)
+    for number, (stage, kind, _, _) in enumerate(actions):
         at = place[stage]
         if kind == "F":
             whole[at] += 1
@@ -220,17 +227,22 @@ def _crests(shape: Shape, rank: int, stage_weights: tuple[float, ...], weights_o
             weight -= stage_weights[at] * (1 - weights_only_share if kind == "I" else 1.0)
         if kind != "F" and not begun[at]:
             begun[at], most = True, -1.0
-        if kind == "B" and shape.schedule not in SPLIT_BACKWARDS:
+        if kind in "BI":
             left[at] -= 1
-            if not left[at] and any(left):
+            if not left[at] and any(left) and shape.schedule not in SPLIT_BACKWARDS:
                 done, most = tuple(not count for count in left), -1.0
         if weight > most * (1 + 1e-12):
             highest = (tuple(begun), tuple(whole), tuple(rest), weight, done)
             found[len(found) - (most >= 0) :] = [highest]
             most = weight
+        if weight >= most * (1 - 1e-12):
+            more = left_out if 2 * number > len(actions) else 0
+            passed_on[len(found) - 1 :] = [tuple(shape.micro_batches - count + more for count in left)]
     return tuple(
-        Crest(begun_then, tuple(map(Kept, whole_then, rest_then)), weight_then, done_then)
-        for begun_then, whole_then, rest_then, weight_then, done_then in found
+        Crest(begun_then, tuple(map(Kept, whole_then, rest_then)), weight_then, done_then, passed_then)
+        for (begun_then, whole_then, rest_then, weight_then, done_then), passed_then in zip(
+            found, passed_on, strict=True
+        )
     )
 
 

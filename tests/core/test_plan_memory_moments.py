@@ -9,6 +9,8 @@ from orchestrator.plan.make import parallel_facts
 from orchestrator.plan.memory import rank_memories
 from orchestrator.plan.profiles import OURS
 from orchestrator.plan.run_plan import RankMemory
+from orchestrator.plan.schedules import Shape
+from orchestrator.plan.timeline import crests
 from tests.core import plan_cases as cases
 
 STREAM = 4096 * 4096 * 2
@@ -65,3 +67,17 @@ def test_replicas_give_the_heads_copy_back_before_they_sum_its_gradients() -> No
     (rank,) = memory("none", layers=4, data=8, zero_stage=0)
     assert rank.gradients_bytes == 4 * (4 * BLOCK + 2 * ENDS + 4096)
     assert (rank.logits_bytes or 0) > 0
+
+
+def test_interleaved_stages_hold_what_they_have_sent_to_the_steps_end() -> None:
+    """Later ranks have sent more when they keep most; longer steps send as much more as they are longer."""
+    shape = Shape("interleaved_1f1b", 4, 2, 4)
+    sent = [crests(shape, rank, (1.0, 1.0))[-1].passed_on for rank in range(4)]
+    assert [sum(each) for each in sent] == sorted(sum(each) for each in sent)
+    long = Shape("interleaved_1f1b", 4, 2, 64)
+    for rank in range(4):
+        near, far = (crests(each, rank, (1.0, 1.0)) for each in (long._replace(micro_batches=16), long))
+        later = [crest for crest in near if all(crest.begun) and not crest.done]
+        assert [crest.passed_on for crest in far if all(crest.begun) and not crest.done] == [
+            tuple(count + 48 for count in crest.passed_on) for crest in later
+        ]
