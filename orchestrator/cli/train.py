@@ -89,7 +89,7 @@ def _launch_and_record(plan: RunPlan, directory: RunDirectory, invocation: Invoc
     summary = _record(plan, directory, outcome)
     tracked = None
     with contextlib.suppress(KeyboardInterrupt):  # whoever is in a hurry can send the rest later
-        tracked = forwarder.finish()
+        tracked = forwarder.finish(say=lambda line: print(line, flush=True))
     if tracked is None:
         forwarder.kill()
     elif tracked.run_id != summary["mlflow_run_id"]:

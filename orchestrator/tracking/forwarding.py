@@ -1,7 +1,8 @@
 """What the forwarder does: follow a run's record, send it in batches, bring it to its end. Time and MLflow live here.
 
 `Forwarding.turn` is one try at everything that is due and raises when MLflow is away; the loops around it decide when
-to try again and when to give up. MLflow is imported at the first turn that has something to send.
+to try again and when to give up. MLflow is imported at the first turn that has something to send, and the first thing
+is that the ranks have been placed: while they start, a core is idle now and then.
 """
 
 from __future__ import annotations
@@ -9,23 +10,24 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
 import signal
 import socket
+import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from orchestrator.tracking.forward import set_priority
+from orchestrator.tracking.forward import patience, set_priority
 from orchestrator.tracking.identity import PLAN_PREFIX, flatten
 from orchestrator.tracking.ledger import open_ledger, read_ledger, write_ledger
+from orchestrator.tracking.lifetime import began_ms, ended_ms
 from orchestrator.tracking.metrics_log import REWOUND_NAME, read_records
-from orchestrator.tracking.mlflow_environment import set_up_environment
+from orchestrator.tracking.mlflow_environment import in_words, set_up_environment
 from orchestrator.tracking.run_directory import write_atomically
 from orchestrator.tracking.tail import MetricsTail, Point, after, points_of, timestamp_ms
 
@@ -39,9 +41,11 @@ _FIRST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 10.0
 _ORPHAN_SECONDS = 10.0
 """What a forwarder whose command died gives itself for the rest."""
-_SEND_SECONDS = 600.0
-"""What sending later gives itself."""
-_FILES = ("config.yaml", "plan.json", "placement.json", "summary.json")
+STARTING_PRIORITY = 10
+"""Until the first send is done. It costs seconds of a core once (importing MLflow, a new database); at the lowest
+priority that would last as long as a short training beside busy ranks."""
+_PLACEMENT = "placement.json"
+_FILES = ("config.yaml", "plan.json", _PLACEMENT, "summary.json")
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
 
@@ -60,6 +64,7 @@ class Forwarding:
         self._waiting: list[dict[str, Any]] = []
         """Records read and not yet sent."""
         self._attempt = 0
+        self._earlier_placement = self._placement()
         self.ended = False
         """Whether the run's end has been sent."""
 
@@ -70,7 +75,7 @@ class Forwarding:
             # Lines that waited may have been taken back; the file says what holds now.
             self._waiting.clear()
         self._waiting.extend(records)
-        if not (self._waiting or ending):
+        if not (self._waiting or ending or self._is_starting()):
             return False
         run = self._ready_run()
         self._send_waiting(run)
@@ -79,11 +84,22 @@ class Forwarding:
             self.ended = True
         return True
 
+    def _is_starting(self) -> bool:
+        """Whether ranks have been placed since we began, and MLflow does not know of it."""
+        return not self._prepared and self._placement() not in (None, self._earlier_placement)
+
+    def _placement(self) -> tuple[int, int] | None:
+        """Tells one placement from another; None without any."""
+        try:
+            status = (self.folder / _PLACEMENT).stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
     def failed(self, error: BaseException) -> None:
         """Note a failed try; what it did over there is found out before the next one sends anything."""
         self._uncertain = True
-        first_line = next(iter(str(error).splitlines()), "")
-        self._note(error=f"{type(error).__name__}: {first_line}")
+        self._note(error=f"{type(error).__name__}: {in_words(error)}")
 
     def _note(self, **changes: Any) -> None:
         self.ledger = replace(self.ledger, **changes)
@@ -107,7 +123,8 @@ class Forwarding:
                     return self._ready_run()
             else:
                 name = tracking["run_name"] or self.folder.name
-                run = MlflowRun.create(self.ledger.uri, tracking["experiment"], name, self.ledger.token)
+                began = began_ms(self.folder)
+                run = MlflowRun.create(self.ledger.uri, tracking["experiment"], name, self.ledger.token, began)
             self._run = run
             self._note(run_id=run.run_id)
         if self._uncertain:
@@ -186,7 +203,7 @@ class Forwarding:
     def _send_end(self, run: MlflowRun) -> None:
         summary = self._finished_summary(run)
         if summary is None:
-            run.end("KILLED")
+            run.end("KILLED", ended_ms(self.folder))
             self._note(error="the command ended without a summary")
             return
         attempts = summary.get("attempts") or []
@@ -206,7 +223,7 @@ class Forwarding:
         if points:
             run.log_points(points)
         run.log_files(self._files())
-        run.end(_STATUS.get(summary["status"], "FAILED"))
+        run.end(_STATUS.get(summary["status"], "FAILED"), ended_ms(self.folder))
         self._note(complete=True, error=None)
 
     def _finished_summary(self, run: MlflowRun) -> dict[str, Any] | None:
@@ -249,19 +266,23 @@ def _plain(value: Any) -> str:
 
 def follow_run(folder: Path, nice: int) -> bool:
     """Follow a run until it ends, as the child of the command that trains it. Returns whether everything was sent."""
-    _live_quietly(nice)
-    forwarding = Forwarding(folder, _noted_uri(folder))
     parent = _Parent()
+    _live_quietly(min(nice, STARTING_PRIORITY))
+    forwarding = Forwarding(folder, _noted_uri(folder))
     pause = _FIRST_PAUSE_SECONDS
-    trouble = False
+    trouble, started = False, False
     while not forwarding.ended:
         parent.wait(pause if trouble else _POLL_SECONDS)
         ending = parent.deadline is not None or (folder / "summary.json").is_file()
         try:
-            forwarding.turn(ending=ending)
+            sent = forwarding.turn(ending=ending)
             trouble, pause = False, _FIRST_PAUSE_SECONDS
+            if sent and not started and not ending:
+                started = True
+                set_priority(os.getpid(), nice)
         except Exception as error:
             _report(forwarding, error)
+            parent.wait_at_most(patience(forwarding.ledger))
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS) if trouble else _FIRST_PAUSE_SECONDS
             trouble = True
         if parent.deadline is not None and time.monotonic() >= parent.deadline:
@@ -269,11 +290,14 @@ def follow_run(folder: Path, nice: int) -> bool:
     return forwarding.ledger.complete
 
 
-def send_run(folder: Path, uri: str, *, seconds: float = _SEND_SECONDS) -> bool:
-    """Send what is left of a run that has ended. Returns whether MLflow has everything now."""
+def send_run(folder: Path, uri: str, say: Callable[[str], None] = lambda _: None) -> bool:
+    """Send what is left of a run that has ended. Returns whether MLflow has everything now.
+
+    `say` hears, at the first failure, for how long it is tried again.
+    """
     set_up_environment()
     forwarding = Forwarding(folder, uri)
-    deadline = time.monotonic() + seconds
+    deadline: float | None = None
     pause = _FIRST_PAUSE_SECONDS
     while True:
         try:
@@ -281,6 +305,10 @@ def send_run(folder: Path, uri: str, *, seconds: float = _SEND_SECONDS) -> bool:
             return forwarding.ledger.complete
         except Exception as error:
             _report(forwarding, error)
+        if deadline is None:
+            seconds = patience(forwarding.ledger)
+            deadline = time.monotonic() + seconds
+            say(f"{forwarding.ledger.error}; trying again for {seconds:.0f} s")
         if time.monotonic() + pause >= deadline:
             return False
         time.sleep(pause)
@@ -288,35 +316,47 @@ def send_run(folder: Path, uri: str, *, seconds: float = _SEND_SECONDS) -> bool:
 
 
 class _Parent:
-    """The command that trains, heard through standard input: a line `finish SECONDS`, or the end when it is gone."""
+    """The command that trains, heard through standard input: a line `finish SECONDS`, or the end when it is gone.
+
+    A thread listens, because importing MLflow or a call to a dead server may take longer than there is time.
+    """
 
     def __init__(self) -> None:
         self.deadline: float | None = None
         """Monotonic time by which the process ends; None while training goes on."""
-        self._gone = False
+        self._finishing_since = 0.0
+        self._heard = threading.Event()
+        threading.Thread(target=self._listen, daemon=True).start()
 
     def wait(self, seconds: float) -> None:
         """Wait for a word, at most so long and never beyond the deadline."""
         if self.deadline is not None:
             seconds = max(0.0, min(seconds, self.deadline - time.monotonic()))
-        if self._gone:
-            time.sleep(seconds)
-            return
-        if not select.select([0], [], [], seconds)[0]:
-            return
-        word = os.read(0, 4096)
+        self._heard.wait(seconds)
+        self._heard.clear()
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Bring the deadline, where there is one, to so long after it was set."""
+        if self.deadline is not None:
+            self.deadline = min(self.deadline, self._finishing_since + seconds)
+
+    def _listen(self) -> None:
+        while word := os.read(0, 4096):
+            if word.startswith(b"finish "):
+                self._end_within(float(word.split()[1]))
+        self._end_within(_ORPHAN_SECONDS)
+        # A call to a dead server may hang for longer than that; the alarm ends the process in any case.
+        signal.alarm(int(2 * _ORPHAN_SECONDS))
+
+    def _end_within(self, seconds: float) -> None:
         now = time.monotonic()
-        if word.startswith(b"finish "):
-            self.deadline = now + float(word.split()[1])
-        elif not word:
-            self._gone = True
-            self.deadline = min(self.deadline or now + _ORPHAN_SECONDS, now + _ORPHAN_SECONDS)
-            # A call to a dead server may hang for longer than that; the alarm ends the process in any case.
-            signal.alarm(int(2 * _ORPHAN_SECONDS))
+        self._finishing_since = now
+        self.deadline = min(self.deadline or now + seconds, now + seconds)
+        self._heard.set()
 
 
 def _live_quietly(nice: int) -> None:
-    """Lowest priority, deaf to Ctrl-C: the parent decides when this ends, and until then training comes first."""
+    """Low priority, deaf to Ctrl-C: the parent decides when this ends, and until then training comes first."""
     set_priority(os.getpid(), nice)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a Ray job that is stopped sends it to every process of the job

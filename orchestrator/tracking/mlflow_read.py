@@ -15,6 +15,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from orchestrator.tracking.comparison import RunRecord
+from orchestrator.tracking.mlflow_environment import in_words
 from orchestrator.tracking.mlflow_run import TOKEN_TAG
 
 _OURS = f"tags.`{TOKEN_TAG}` LIKE '%'"
@@ -39,7 +40,7 @@ class Store:
             self._client = MlflowClient(tracking_uri=uri)
             found = self._client.search_experiments()
         except Exception as error:  # the stores behind MLflow raise errors of their own libraries
-            raise StoreError(_first_line(error)) from error
+            raise StoreError(in_words(error)) from error
         self.experiments = [item.name for item in found]
         """Names of all."""
         self._ids = [item.experiment_id for item in found if experiment in (None, item.name)]
@@ -83,7 +84,7 @@ class Store:
                     self._ids, condition, max_results=size, order_by=_NEWEST_FIRST, page_token=token
                 )
             except Exception as error:
-                raise StoreError(_first_line(error)) from error
+                raise StoreError(in_words(error)) from error
             yield from page
             left = None if left is None else left - len(page)
             token = page.token
@@ -114,11 +115,4 @@ class Store:
         try:
             return sorted(self._client.get_metric_history(run_id, key), key=lambda point: (point.step, point.timestamp))
         except MlflowException as error:
-            raise StoreError(_first_line(error)) from error
-
-
-def _first_line(error: BaseException) -> str:
-    """What went wrong, without the layers that each repeat the address."""
-    text = next(iter(str(error).splitlines()), type(error).__name__)
-    cause = re.search(r"\[Errno -?\d+\] [^\"')]+", text)
-    return cause.group() if cause and "Max retries exceeded" in text else text
+            raise StoreError(in_words(error)) from error

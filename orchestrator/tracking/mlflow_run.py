@@ -47,14 +47,14 @@ class MlflowRun:
         self._client = client or MlflowClient(tracking_uri=uri)
 
     @staticmethod
-    def create(uri: str, experiment: str, run_name: str, token: str) -> MlflowRun:
-        """The run with this token: found again if it was created before, else created."""
+    def create(uri: str, experiment: str, run_name: str, token: str, began_ms: int | None) -> MlflowRun:
+        """The run with this token: found again if it was created before, else created with its true start."""
         client = MlflowClient(tracking_uri=uri)
         experiment_id = _experiment_id(client, uri, experiment)
         found = client.search_runs([experiment_id], filter_string=f"tags.`{TOKEN_TAG}` = '{token}'", max_results=1)
         if found:
             return MlflowRun(uri, found[0].info.run_id, client)
-        run = client.create_run(experiment_id, run_name=run_name, tags={TOKEN_TAG: token})
+        run = client.create_run(experiment_id, start_time=began_ms, run_name=run_name, tags={TOKEN_TAG: token})
         return MlflowRun(uri, run.info.run_id, client)
 
     def resume(self) -> None:
@@ -112,9 +112,9 @@ class MlflowRun:
         for path in paths:
             self._client.log_artifact(self.run_id, str(path))
 
-    def end(self, status: str) -> None:
-        """Close the run as FINISHED, FAILED or KILLED."""
-        self._client.set_terminated(self.run_id, status=status)
+    def end(self, status: str, ended_ms: int | None) -> None:
+        """Close the run as FINISHED, FAILED or KILLED; without a time it ends now."""
+        self._client.set_terminated(self.run_id, status=status, end_time=ended_ms)
 
 
 def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:

@@ -58,7 +58,7 @@ class FakeForwarder:
     def __init__(self) -> None:
         self.killed = False
 
-    def finish(self) -> TrackingResult:
+    def finish(self, **_: object) -> TrackingResult:
         return TrackingResult(
             True, "run-id-1", "sqlite:////tmp/m.db", "mlflow ui --backend-store-uri sqlite:////tmp/m.db"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +181,46 @@ def test_a_store_that_mlflow_cannot_write_to_is_refused_before_anything_starts(u
 def test_a_database_in_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     config = run_config(tmp_path, {"tracking.uri": "sqlite:///gone/m.db"})
     assert "does not exist" in check_tracking(config, {}, tmp_path)[0].message
+
+
+@pytest.mark.parametrize(
+    ("uri", "why"),
+    [
+        ("sqlite:////proc/m.db", "nothing can be made in /proc"),
+        ("sqlite:///folder", "is a folder"),
+        ("sqlite:///text.db", "is not a SQLite database"),
+        ("sqlite:///text.db/m.db", "is a file, not a folder"),
+        ("sqlite://text.db", "three slashes"),
+        ("sqlite://", "names no file"),
+        ("http://", "names no server"),
+        ("http://host:port", "names no server"),
+    ],
+)
+def test_a_store_that_could_never_be_opened_is_refused_and_nothing_is_made(uri: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text.db").write_text("not a database")
+    (problem,) = check_tracking(run_config(tmp_path, {"tracking.uri": uri}), {}, tmp_path)
+    assert problem.key == "tracking.uri"
+    assert why in problem.message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "text.db"]
+
+
+def test_a_default_that_cannot_be_used_is_named_as_the_default(tmp_path: Path) -> None:
+    (problem,) = check_tracking(run_config(tmp_path), {}, Path("/proc"))
+    assert problem.message.startswith("The default store sqlite:////proc/mlflow.db cannot be used")
+
+
+def test_a_database_new_empty_or_there_is_taken_and_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "empty.db").touch()
+    with contextlib.closing(sqlite3.connect(tmp_path / "there.db")) as database:
+        database.execute("CREATE TABLE runs (id)")
+    for name in ("new.db", "empty.db", "there.db"):
+        assert check_tracking(run_config(tmp_path, {"tracking.uri": f"sqlite:///{name}"}), {}, tmp_path) == ()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.db", "there.db"]
+
+
+def test_what_is_shown_to_be_typed_can_be_typed() -> None:
+    assert how_to_look("sqlite:////my runs/m.db") == "mlflow ui --backend-store-uri 'sqlite:////my runs/m.db'"
 
 
 @pytest.mark.parametrize("uri", [None, "http://127.0.0.1:1", "postgresql+psycopg2://host/db"])

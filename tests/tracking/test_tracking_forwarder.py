@@ -18,8 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from orchestrator.tracking import forward
 from orchestrator.tracking.forward import set_priority, start_forwarder
-from orchestrator.tracking.ledger import read_ledger
+from orchestrator.tracking.forwarding import STARTING_PRIORITY
+from orchestrator.tracking.ledger import Ledger, read_ledger
 from orchestrator.tracking.run_directory import RunDirectory
 from tests.tracking.runs import end, new_run, once, only_run, points, record, rewind, runs_of, wait_until
 
@@ -93,8 +95,8 @@ def trouble_of(run: RunDirectory) -> str | None:
     return None if ledger is None else ledger.error
 
 
-def send_later(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "orchestrator.tracking.forward", str(folder)]
+def send_later(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "orchestrator.tracking.forward", str(folder), *settings]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -126,14 +128,17 @@ def test_the_default_is_a_database_in_the_current_folder(
     assert ledger.uri == uri == f"sqlite:///{tmp_path}/mlflow.db"
 
 
-def test_the_forwarder_has_the_lowest_priority_and_imports_mlflow_only_when_there_is_something_to_send(
+def test_the_forwarder_starts_at_a_low_priority_without_mlflow_and_goes_on_at_the_lowest(
     tmp_path: Path, uri: str
 ) -> None:
     run = new_run(tmp_path, uri)
     forwarder = start_forwarder(run.path)
     process = psutil.Process(forwarder.pid)
-    wait_until(lambda: process.nice() == 19, "the forwarder has set its priority")
+    wait_until(lambda: process.nice() == STARTING_PRIORITY, "the forwarder has set its priority")
     assert not any("mlflow" in entry.path for entry in process.memory_maps())
+    record(run, [1])
+    wait_until(lambda: process.nice() == 19, "after its first send it has the lowest")
+    assert sent_steps(run) == 1
     session = Path(f"/proc/{forwarder.pid}/autogroup")
     if session.exists():
         wait_until(lambda: session.read_text().split()[-1] == "19", "its session has that priority too")
@@ -220,6 +225,48 @@ def test_without_a_server_the_end_comes_in_time_and_says_how_to_send_later(
     assert sent.stdout == f"mlflow ui --backend-store-uri {uri}\n"
     assert sent.stderr == ""
     assert points(uri) == once([1, 2, 3])
+
+
+def test_a_server_that_never_took_anything_is_waited_for_with_a_word_and_not_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(forward, "AWAY_SECONDS", 1.0)
+    with socket.socket() as nobody_listens:
+        nobody_listens.bind(("127.0.0.1", 0))
+        uri = f"http://127.0.0.1:{nobody_listens.getsockname()[1]}"
+        run = new_run(tmp_path / "my runs", uri)
+        forwarder = start_forwarder(run.path, nice=0)
+        record(run, [1])
+        wait_until(lambda: trouble_of(run) is not None, "the outage is noticed")
+        end(run)
+        said: list[str] = []
+        result = forwarder.finish(say=said.append)
+    (line,) = said
+    assert f"waiting for MLflow at {uri}" in line
+    assert "at most 6 s; Ctrl-C leaves it" in line
+    command = f"python -m orchestrator.tracking.forward '{run.path}'"
+    assert line.endswith(command)
+    assert f"`{command}`" in result.message
+    assert "Connection refused" in result.message
+    assert "Max retries" not in result.message
+
+
+def test_patience_is_for_stores_that_have_answered() -> None:
+    never, took = Ledger("http://server", error="away"), Ledger("http://server", run_id="1", error="away")
+    assert forward.patience(never) < forward.patience(took) < forward.patience(Ledger("http://server"))
+
+
+def test_the_record_can_be_sent_to_another_store_than_the_one_that_was_away(tmp_path: Path, uri: str) -> None:
+    run = new_run(tmp_path, "http://127.0.0.1:1")
+    record(run, [1, 2])
+    end(run)
+    refused = send_later(run.path, "tracking.uri=sqlite:////proc/m.db")
+    assert refused.returncode == 2
+    assert "nothing can be made in /proc" in refused.stderr
+    sent = send_later(run.path, f"tracking.uri={uri}")
+    assert sent.returncode == 0, sent.stderr
+    assert points(uri) == once([1, 2])
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

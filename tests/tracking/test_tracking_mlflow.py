@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from mlflow.tracking import MlflowClient
 
 from orchestrator.tracking.forwarding import Forwarding
 from orchestrator.tracking.ledger import Ledger, read_ledger, write_ledger
-from orchestrator.tracking.run_directory import RunDirectory
+from orchestrator.tracking.run_directory import HISTORY_NAME, RunDirectory
 from tests.tracking.runs import end, new_run, once, only_run, points, record, rewind, runs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")
@@ -58,6 +59,61 @@ def test_the_run_ends_as_it_ended(tmp_path: Path, uri: str, status: str, shown: 
     assert only_run(uri).info.status == shown
     assert only_run(uri).data.tags["orchestrator.attempts"] == "2"
     assert only_run(uri).data.tags["orchestrator.causes"] == f"crash, {status}"
+
+
+def commands(run: RunDirectory, *events: tuple[str, float]) -> None:
+    """Say when the commands of a run took its folder and ended."""
+    lines = [json.dumps({"event": event, "time": time}) + "\n" for event, time in events]
+    (run.path / HISTORY_NAME).write_text("".join(lines))
+
+
+def lifetime(uri: str) -> tuple[int, int]:
+    info = only_run(uri).info
+    return info.start_time, info.end_time
+
+
+def test_the_run_lasts_as_long_as_it_did_however_late_it_is_sent(tmp_path: Path, uri: str) -> None:
+    run = new_run(tmp_path)
+    commands(run, ("create", 1000.5), ("end", 1152.25))
+    record(run, [1], time=1100.0)
+    end(run)
+    forward(run, uri, ending=True)
+    assert lifetime(uri) == (1_000_500, 1_152_250)
+
+
+def test_a_run_that_goes_on_keeps_its_start_and_ends_with_its_last_command(tmp_path: Path, uri: str) -> None:
+    run = new_run(tmp_path)
+    commands(run, ("create", 1000.0), ("end", 1100.0))
+    record(run, [1], time=1050.0)
+    end(run, "stopped")
+    forward(run, uri, ending=True)
+    commands(run, ("create", 1000.0), ("end", 1100.0), ("continue", 5000.0), ("end", 6000.0))
+    record(run, [2], time=5500.0)
+    end(run)
+    forward(run, uri, ending=True)
+    assert lifetime(uri) == (1_000_000, 6_000_000)
+
+
+def test_a_command_that_was_killed_ended_with_its_last_step(tmp_path: Path, uri: str) -> None:
+    run = new_run(tmp_path)
+    commands(run, ("create", 1000.0))
+    record(run, [1], time=1050.0)
+    record(run, [2], time=1060.0)
+    forward(run, uri, ending=True)
+    assert lifetime(uri) == (1_000_000, 1_060_000)
+    assert only_run(uri).info.status == "KILLED"
+
+
+def test_the_run_is_there_as_soon_as_ranks_have_been_placed(tmp_path: Path, uri: str) -> None:
+    run = new_run(tmp_path)
+    forwarding = Forwarding(run.path, uri)
+    run.write_json("placement.json", [{"rank": 0}])
+    assert forwarding.turn(ending=False)
+    assert only_run(uri).info.status == "RUNNING"
+    assert only_run(uri).data.params["model.hidden_size"] == "8"
+    assert not forwarding.turn(ending=False), "and that is said once"
+    later = Forwarding(run.path, uri)
+    assert not later.turn(ending=False), "a placement of an earlier command is none of this one's"
 
 
 def test_why_attempts_ended_and_how_long_each_way_back_took_is_in_the_record(tmp_path: Path, uri: str) -> None:
