@@ -24,6 +24,10 @@ SUMMARIES = {
 """Every command that may exist, in the order of help; one whose module is not there is not offered."""
 
 
+TAKE_SETTINGS = ("train", "plan", "search", "dryrun", "verify", "submit")
+"""Commands that take settings and nothing else; the others take words of their own as well."""
+
+
 class Command(Protocol):
     """What a command's module offers."""
 

@@ -7,6 +7,7 @@ written after it was read back and composed. Exit 2 when there is nothing to dec
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 import re
@@ -68,7 +69,10 @@ def run(invocation: Invocation) -> int:
         raise ConfigError(declared.problems)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
+        kept = _keep(file, text)
         file.write_text(text, encoding="utf-8")
+        if kept is not None and not invocation.json:
+            print(f"\n{file} said something else; what it said is kept as {kept}")
     if not invocation.json:
         print(f"\n{text}")
         print(_next(name, folder, file))
@@ -106,6 +110,17 @@ def _file_to_write(folder: Path, name: str) -> Path:
             Problem("NAME", f"`{name}` is the name of a shipped cluster, which would hide yours.", "Take another name.")
         )
     return folder / "cluster" / f"{name}.yaml"
+
+
+def _keep(file: Path, text: str) -> Path | None:
+    """Where a file that says something else than `text` has been moved; None: there is none."""
+    if not file.is_file() or file.read_text(encoding="utf-8") == text:
+        return None
+    for number in itertools.count(1):
+        kept = file.with_suffix(f".yaml.{number}")
+        if not kept.exists():
+            return file.rename(kept)
+    raise AssertionError("there is always a next number")
 
 
 def _check(text: str, folder: Path, name: str) -> None:

@@ -7,6 +7,7 @@ Hydra composes the groups; values of keys are applied here, over everything that
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -19,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from orchestrator.config import files, locate, resolvers, type_errors, validate
+from orchestrator.config import files, keys, locate, resolvers, type_errors, validate
 from orchestrator.config.overrides import Assignment, Request, read
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.suggest import did_you_mean, nearest
@@ -349,9 +350,20 @@ def _resolved(composed: DictConfig, key: str) -> None:
         OmegaConf.to_container(node, resolve=True)
 
 
+_MISSING_KEY = re.compile(r"Interpolation key '([\w.]+)' not found")
+"""OmegaConf's words for a reference to a key that has no value."""
+
+
 def _unresolved(key: str, error: BaseException, file: Path | None) -> Problem:
     where = f" in {locate.display(file)}" if file else ""
     first = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+    named = _MISSING_KEY.search(first)
+    if named and keys.find(named[1]) is not None:
+        return Problem(
+            key,
+            f"Its value{where} is taken from {named[1]}, which nothing sets.",
+            f"Set {named[1]}=VALUE, or write it into the file of the option that was chosen.",
+        )
     return Problem(
         key,
         f"Its value{where} refers to something that cannot be found: {first}.",

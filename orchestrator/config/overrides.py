@@ -81,10 +81,15 @@ def parse(word: str) -> Override | Problem:
     return parsed
 
 
+_GRAMMAR = "()[]{},='\"\\$"
+"""Signs that mean something in a value that is not quoted."""
+
+
 def _with_quotes(word: str) -> str | None:
-    """The word with its value quoted, where only letters outside ASCII keep Hydra's grammar from reading it."""
+    """The word with its value quoted, where that can only mean what was typed: it has none of the grammar's own signs,
+    and so is a text with letters that the grammar does not know (`~/texts`, `Größe`)."""
     name, equals, value = word.partition("=")
-    if not equals or value.isascii() or not all(letter.isalnum() or letter in "-_./: " for letter in value):
+    if not equals or not value or any(letter in _GRAMMAR or not letter.isprintable() for letter in value):
         return None
     return f"{name}='{value}'"
 

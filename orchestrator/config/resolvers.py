@@ -25,10 +25,15 @@ def machine_memory_bytes(cgroup_limit: Path = _CGROUP_LIMIT) -> int:
 
 
 def memory_share_gib(shares: object) -> float:
-    """An equal share of this machine's memory, in GiB, rounded down to a tenth. Raises ValueError for no share."""
+    """An equal share of this machine's memory, in GiB, rounded down to a tenth, a small one to a thousandth.
+
+    Raises ValueError for no share.
+    """
     if isinstance(shares, bool) or not isinstance(shares, int | float) or shares < 1:
         raise ValueError(f"memory is shared by a number of processes of at least 1, not by {shares!r}")
-    return math.floor(machine_memory_bytes() / shares / 2**30 * 10) / 10
+    share = machine_memory_bytes() / shares / 2**30
+    digits = 10 if share >= 1 else 1000
+    return math.floor(share * digits) / digits
 
 
 def register() -> None:

@@ -113,10 +113,10 @@ def _ask_version(url: str) -> str:
             url, f"it answers {error.code}", "Give the address of the dashboard: http://HEAD:8265."
         ) from error
     except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
+        reason = str(getattr(error, "reason", error))
         raise _refused(
             url,
-            f"no dashboard answers there ({reason})",
+            f"no dashboard answers there ({reason if reason.isprintable() else 'what does, speaks no HTTP'})",
             "Start the head with its dashboard (`ray start --head --dashboard-host=0.0.0.0`), or bring it here: "
             "`ssh -L 8265:localhost:8265 HEAD`, `kubectl port-forward`. Name it with --address http://HEAD:8265.",
         ) from error

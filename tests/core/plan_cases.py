@@ -94,4 +94,4 @@ def config(
 
 def examples(count: int) -> settings:
     """Hypothesis settings of the planner's tests: the same examples on every run, no limit on the time of one."""
-    return settings(max_examples=count, deadline=None, derandomize=True)
+    return settings(max_examples=count, derandomize=True)

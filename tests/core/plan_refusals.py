@@ -140,6 +140,14 @@ REFUSALS = (
         parallel={"tensor": 2, "pipeline": 2, "data": 4},
     ),
     Refusal(
+        "more processes than the one machine without GPUs has",
+        "cluster.gpus_per_node",
+        ("tensor 2 x pipeline 2 x data 1 = 4",),
+        ("cluster.gpus_per_node=4",),
+        parallel={"tensor": 2, "pipeline": 2},
+        cluster={"device": "cpu", "gpus_per_node": 2, "gpu": {"name": "cpu", "memory_gib": 2}},
+    ),
+    Refusal(
         "more ranks than the large ones of unlike nodes have",
         "cluster.node_groups",
         ("needs 16 GPUs", "1 node x 8 + 2 nodes x 4 = 16 GPUs, 8 of them in whole tensor groups of 8"),

@@ -136,6 +136,22 @@ def test_memory_is_not_shared_by_nobody(shares: object) -> None:
         memory_share_gib(shares)
 
 
+def test_a_small_share_of_memory_is_not_nothing() -> None:
+    assert 0 < memory_share_gib(1000) < machine_memory_bytes() / 2**30 / 999
+
+
+@pytest.mark.parametrize("value", ["~/texts", "Größe!", "a b;c", "50%~x", "run#2"])
+def test_a_text_that_has_none_of_the_grammar_s_signs_means_itself(value: str) -> None:
+    assert load_config([f"data.path={value}"]).data.path == value
+
+
+def test_what_a_shipped_option_takes_from_a_key_that_the_own_one_leaves_out_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "mine.yaml").write_text("name: mine\n")
+    with pytest.raises(ConfigError, match=r"taken from cluster\.gpus_per_node, which nothing sets\. Set cluster\.gpus"):
+        load_config(["cluster=mine"], config_directory=tmp_path)
+
+
 def test_processes_of_the_local_cluster_are_named_when_they_cannot_share_memory() -> None:
     with pytest.raises(ConfigError, match=r"cluster\.gpu\.memory_gib.*at least 1"):
         load_config(["cluster.gpus_per_node=0"])

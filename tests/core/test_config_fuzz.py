@@ -45,7 +45,7 @@ OVERRIDES = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(OVERRIDES, max_size=5))
 def test_any_words_give_a_configuration_or_problems(words: list[str]) -> None:
     examined = examine(words)
@@ -59,7 +59,7 @@ def test_any_words_give_a_configuration_or_problems(words: list[str]) -> None:
         assert json.loads(json.dumps(make_plan(examined.config).to_dict()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.one_of(OVERRIDES, st.sampled_from(["-m", "--cfg", "--help", "--json", "-", "--", "plan", "--config-dir"]))

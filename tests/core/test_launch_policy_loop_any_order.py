@@ -53,7 +53,7 @@ def happen(world: World, what: str, number: int) -> None:
 scripts = st.lists(st.lists(st.tuples(st.sampled_from(HAPPENINGS), st.integers(1, 40)), max_size=6), max_size=8)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(scripts, st.booleans(), st.booleans(), st.sampled_from(["stop", "rewind"]))
 def test_every_order_of_events_ends_the_run_within_its_budgets(lives, clears, stops, on_nan):
     def life(number: int):

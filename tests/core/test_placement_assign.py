@@ -100,7 +100,7 @@ def test_every_way_to_lie_elsewhere_is_named(rank, report, message):
     assert any(message in problem.message for problem in verify_placement(placed, reports))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     degrees=st.tuples(st.integers(1, 4), st.integers(1, 6), st.sampled_from([1, 2, 4])),
     free=st.lists(st.integers(0, 9), min_size=1, max_size=10),

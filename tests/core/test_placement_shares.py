@@ -136,7 +136,7 @@ def offers_of(inventory: list[Node], need: Need) -> dict[str, int]:
     return found
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(problems())
 def test_any_inventory_is_packed_validly_or_refused_for_a_true_reason(problem):
     inventory, need = problem
@@ -156,7 +156,7 @@ def test_any_inventory_is_packed_validly_or_refused_for_a_true_reason(problem):
     assert all(slots <= offers.get(node, 0) * need.tensor for node, slots in taken.items())
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(problems(most_nodes=7))
 def test_small_inventories_are_packed_as_well_as_by_trying_every_set_of_nodes(problem):
     """Fewest domains; inside one domain fewest nodes, then the least left over."""
@@ -177,7 +177,7 @@ def test_small_inventories_are_packed_as_well_as_by_trying_every_set_of_nodes(pr
         assert found == best
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(problems(most_nodes=9, domains=("",)))
 def test_without_domains_the_packing_is_the_best_there_is(problem):
     inventory, need = problem

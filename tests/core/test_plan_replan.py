@@ -66,7 +66,7 @@ def largest_legal(name: str, most: int) -> int | None:
     return None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(EXPERIMENTS[:5]), st.lists(st.integers(0, 8), max_size=18))
 def test_whatever_remains_gives_the_largest_legal_plan_that_learns_the_same_or_a_true_refusal(name, free):
     plan = PLANS[name]

@@ -123,6 +123,8 @@ def degrees_fit_the_gpus(facts: Facts) -> Iterator[Problem]:
     size = inventory.smallest_node
     if facts.config.cluster.node_groups:
         key, fixes = "cluster.node_groups", [f"Declare more nodes of at least {parallel.tensor} GPUs"]
+    elif facts.config.cluster.device == "cpu" and inventory.gpus == size:
+        key, fixes = "cluster.gpus_per_node", [f"Use cluster.gpus_per_node={needed}, as many processes on one machine"]
     else:
         nodes = nodes_needed(needed, parallel.tensor, size)
         key, fixes = "cluster.nodes", [f"Use cluster.nodes={nodes} ({nodes} x {size} = {nodes * size} GPUs)"]
