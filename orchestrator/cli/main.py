@@ -6,14 +6,13 @@ stdout, problems to stderr. A command is a file of this folder, named in `comman
 
 from __future__ import annotations
 
-import errno
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator import __version__
 from orchestrator.cli import commands
+from orchestrator.cli.console import NO_ROOM, outliving_console
 from orchestrator.cli.invocation import DEFAULT_COMMAND, Invocation, parse
 from orchestrator.cli.show import print_problems
 from orchestrator.config import locate
@@ -21,18 +20,30 @@ from orchestrator.config.suggest import did_you_mean, nearest
 from orchestrator.errors import ConfigError, OrchestratorError, Problem
 
 FAILED, STOPPED = 3, 4
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. Never raises for a user's mistake or an interrupt."""
-    if sys.stdout is None:  # closed by the caller (`>&-`): the exit code still says what happened
-        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     invocation = parse(sys.argv[1:] if argv is None else argv)
-    try:
-        code = _dispatch(invocation)
+    with outliving_console() as console:
+        code = _exit_code(invocation)
         sys.stdout.flush()
-        return code
+        return code if console.no_room is None else _printed_in_part(invocation, code, console.no_room)
+
+
+def _printed_in_part(invocation: Invocation, code: int, error: OSError) -> int:
+    """Say that some of stdout is missing: a command whose result that was has failed, a training has its record."""
+    print(
+        f"Some lines could not be written to stdout: {error.strerror}. Free space, or write elsewhere.", file=sys.stderr
+    )
+    page = invocation.help or invocation.version or invocation.show_config
+    return code if invocation.command == DEFAULT_COMMAND and not page else code or FAILED
+
+
+def _exit_code(invocation: Invocation) -> int:
+    """Do what was asked for and turn whatever comes of it into words and an exit code."""
+    try:
+        return _dispatch(invocation)
     except OrchestratorError as error:
         opening = "" if error.exit_code == ConfigError.exit_code else _failed(invocation)
         print_problems(error.problems, opening, besides=getattr(error, "besides", 0))
@@ -41,10 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         said = str(stop) or "Stopped before anything was started; the same command starts it again."
         print(f"\n{said}", file=sys.stderr)
         return STOPPED
-    except BrokenPipeError:
-        # The reader (`| head`) has seen enough. Python would complain again when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing in ("", "orchestrator", "models"):
@@ -57,11 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return ConfigError.exit_code
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in NO_ROOM:
             return _defect()
         where = f" to {error.filename}" if error.filename else ""
         print(f"Nothing more can be written{where}: {error.strerror}. Free space, or write elsewhere.", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except Exception:
         return _defect()

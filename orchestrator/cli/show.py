@@ -54,14 +54,10 @@ def print_warnings(warnings: Iterable[str]) -> None:
 
 
 def page_console() -> Console:
-    """Where a page is printed. A reader that goes away raises BrokenPipeError; Rich alone would exit with 1."""
+    """Where a page is printed."""
     from rich.console import Console
 
-    class Page(Console):
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError
-
-    return Page()
+    return Console()
 
 
 def terminal_width() -> int:

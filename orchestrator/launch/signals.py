@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""SIGHUP: the terminal was closed, or the connection to it was lost."""
+"""SIGHUP: the terminal was closed, or the connection to it was lost. It never counts as the second wish that ends a run
+at once: the kernel and the shell both send one, and a service manager sends one after SIGTERM."""
 
 
 @contextlib.contextmanager
@@ -27,7 +28,13 @@ def stop_signals(tell: Callable[[str], None]) -> Iterator[Callable[[], None]]:
     if before[signal.SIGHUP] is signal.SIG_IGN:
         del before[signal.SIGHUP]  # `nohup`: the run shall outlive its terminal
 
+    told = 0
+
     def handle(number: int, _frame: FrameType | None) -> None:
+        nonlocal told
+        if number == signal.SIGHUP and told:
+            return
+        told += 1
         tell(signal.Signals(number).name)
 
     def install() -> None:

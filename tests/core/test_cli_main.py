@@ -300,20 +300,31 @@ def test_a_closed_stdout_is_no_defect_of_the_program(words: list[str], monkeypat
     assert main(words) == 0
 
 
-def test_a_reader_of_a_page_that_has_seen_enough_is_no_failure(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("words", "code"), [([], 0), (["parallel.tensor=3"], 2), (["parallel.tensor=3", "--json"], 2)])
+def test_a_reader_that_has_seen_enough_changes_no_exit_code(words: list[str], code: int, tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as nobody_reads:
         done = subprocess.run(
-            [sys.executable, "-m", "orchestrator", "plan", "+experiment=llama7b_zero2"],
+            [sys.executable, "-m", "orchestrator", "plan", "+experiment=llama7b_zero2", *words],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=nobody_reads,
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=nobody_reads,
             check=False,
         )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == code
+
+
+def test_a_pipe_of_its_own_that_breaks_is_a_failure_of_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def breaks(invocation: object) -> int:
+        raise BrokenPipeError(32, "Broken pipe")  # of a connection, not of stdout
+
+    monkeypatch.setattr("orchestrator.cli.plan.run", breaks)
+    assert main(["plan"]) == 3
+    assert "Broken pipe" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["plan"], ["plan", "--json"], ["--help"], ["plan", "--cfg", "job"]])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -258,3 +260,33 @@ def test_a_sweep_over_nothing_or_far_too_much_is_refused(train, words: list[str]
     code, _, errors = train(FakeLaunch(), *words, "-m")
     assert code == 2
     assert told in errors
+
+
+@pytest.mark.parametrize(("status", "code"), [("finished", 0), ("stopped", 4), ("failed", 3)])
+def test_a_training_whose_output_nobody_reads_any_more_goes_on_to_its_own_end(
+    train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: str, code: int
+) -> None:
+    read, write = os.pipe()
+    problems = (Problem("", "Rank 0 died.", ""),) if status == "failed" else ()
+    launch = FakeLaunch(status, problems=problems)
+
+    def and_the_reader_leaves(request: LaunchRequest, observe: Callable[[dict[str, Any]], None]) -> LaunchOutcome:
+        os.close(read)
+        return launch(request, observe)
+
+    with os.fdopen(write, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert train(and_the_reader_leaves, "run.name=unread")[0] == code
+    assert summary_of(str(tmp_path / "runs" / "unread"))["status"] == status
+
+
+def test_a_full_disk_behind_the_output_takes_lines_from_a_training_and_nothing_else(
+    train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        code, _, errors = train(FakeLaunch(), "run.name=full")
+    assert code == 0
+    assert "No space left on device" in errors
+    assert summary_of(str(tmp_path / "runs" / "full"))["status"] == "finished"

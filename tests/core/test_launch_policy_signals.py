@@ -30,6 +30,16 @@ def test_under_nohup_a_closed_terminal_is_no_reason_to_stop():
     signal.signal(signal.SIGHUP, before)
 
 
+def test_a_terminal_that_closes_asks_once_however_often_it_is_said():
+    told: list[str] = []
+    with stop_signals(told.append):
+        os.kill(os.getpid(), signal.SIGHUP)  # from the kernel
+        os.kill(os.getpid(), signal.SIGHUP)  # from the shell
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert told == ["SIGHUP", "SIGTERM"]
+
+
 def test_handlers_that_ray_has_replaced_are_taken_back():
     told: list[str] = []
     with stop_signals(told.append) as take_back:
