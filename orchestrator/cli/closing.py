@@ -114,11 +114,10 @@ def how_to_continue(status: str, summary: dict[str, Any], plan: RunPlan, invocat
     steps = steps_of(plan.config.training)
     if not summary["checkpoint"] or steps is None:
         return ""
-    kept = [
-        word
-        for word in invocation.overrides
-        if word.lstrip("+~").partition("=")[0] not in ("training.steps", "training.tokens", "checkpoint.resume")
-    ]
+    replaced = ("training.steps", "training.tokens", "checkpoint.resume", "checkpoint.init_from")
+    kept = [word for word in invocation.overrides if word.lstrip("+~").partition("=")[0] not in replaced]
+    if plan.config.checkpoint.init_from is not None:
+        kept.append("checkpoint.init_from=null")  # the checkpoint has its weights
     longer = Invocation(
         overrides=[*kept, f"training.steps={2 * steps}", f"checkpoint.resume={summary['checkpoint']}"],
         config_directory=invocation.config_directory,

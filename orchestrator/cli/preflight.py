@@ -72,7 +72,7 @@ def problems_before_start(plan: RunPlan, plan_command: str) -> tuple[Problem, ..
     `plan_command` is what to type to see the plan without its hardware.
     """
     from orchestrator.checkpoint.destination import check_destination
-    from orchestrator.checkpoint.start import check_start
+    from orchestrator.checkpoint.start import check_length, check_start
     from orchestrator.data.check import check_data
     from orchestrator.launch.hardware import check_hardware
     from orchestrator.tracking.destination import check_tracking
@@ -90,10 +90,13 @@ def problems_before_start(plan: RunPlan, plan_command: str) -> tuple[Problem, ..
     if warning := job_paths.stop_warning(config, os.environ):
         print_warnings((warning,))
     found += check_data(config)
-    found += check_run_directory(config)
-    found += check_start(config)
-    run, continues = upcoming_run(config)
-    found += check_destination(config, checkpoint_directory(config, run), continues=continues)
+    of_folder = check_run_directory(config)
+    found += [*of_folder, *check_start(config)]
+    if not any(problem.key.startswith("run.") for problem in of_folder):
+        run, continues = upcoming_run(config)
+        checkpoints = checkpoint_directory(config, run)
+        of_place = check_destination(config, checkpoints, continues=continues)
+        found += of_place or check_length(config, checkpoints)
     found += check_tracking(config, os.environ, Path.cwd())
     return tuple(_new(found, ()))
 

@@ -36,7 +36,7 @@ from orchestrator.checkpoint.manifest import (
     step_of,
 )
 from orchestrator.checkpoint.retention import Retention, apply_retention
-from orchestrator.checkpoint.start import check_start
+from orchestrator.checkpoint.start import check_length, check_start
 from orchestrator.checkpoint.storage import LocalFolder
 from tests.core.run_cases import manifest_of, run_config, run_plan
 
@@ -262,10 +262,59 @@ def test_a_start_from_a_complete_checkpoint_of_this_model_is_fine(tmp_path: Path
 def test_a_start_from_what_is_no_checkpoint_is_refused(tmp_path: Path, key: str) -> None:
     (problem,) = check_start(run_config("runs", {key: str(tmp_path / "gone")}))
     assert problem.key == key
-    assert "manifest.json is missing" in problem.message
+    assert "here is no folder" in problem.message
+    (tmp_path / "page.md").write_text("words")
+    (problem,) = check_start(run_config("runs", {key: str(tmp_path / "page.md")}))
+    assert "is a file" in problem.message
     cut(checkpoint(tmp_path, 3))
     (problem,) = check_start(run_config("runs", {key: str(tmp_path / "step-00000003")}))
     assert "__0_0.distcp has 2 bytes" in problem.message
+
+
+@pytest.mark.parametrize("key", ["checkpoint.resume", "checkpoint.init_from"])
+def test_of_a_run_the_newest_complete_checkpoint_is_named_to_be_typed(tmp_path: Path, key: str) -> None:
+    (tmp_path / "config.yaml").write_text("checkpoint: {directory: null}\n")
+    (problem,) = check_start(run_config("runs", {key: str(tmp_path)}))
+    assert "the folder of a run, not a checkpoint, and there is no complete one in it" in problem.message
+    newest = checkpoint(tmp_path / "checkpoints", 3)
+    cut(checkpoint(tmp_path / "checkpoints", 5))
+    for place in (tmp_path, tmp_path / "checkpoints"):
+        (problem,) = check_start(run_config("runs", {key: str(place)}))
+        assert problem.fix == f"Set {key}={newest}"
+
+
+def test_going_on_from_one_checkpoint_with_the_weights_of_another_is_refused(tmp_path: Path) -> None:
+    folder = str(checkpoint(tmp_path, 3, config=run_config("runs").to_dict()))
+    (problem,) = check_start(run_config("runs", {"checkpoint.resume": folder, "checkpoint.init_from": folder}))
+    assert problem.key == "checkpoint.init_from"
+    assert "would be ignored" in problem.message
+
+
+@pytest.mark.parametrize(("length", "key"), [({"steps": 5}, "steps"), ({"steps": None, "tokens": 320}, "tokens")])
+def test_a_run_is_not_ended_by_asking_for_fewer_steps_than_it_has(
+    tmp_path: Path, length: dict[str, Any], key: str
+) -> None:
+    checkpoint(tmp_path, 5, config=run_config("runs", {"training.steps": 20}).to_dict())
+    shorter = {f"training.{name}": value for name, value in length.items()}
+    (problem,) = check_length(run_config("runs", shorter), str(tmp_path))
+    assert problem.key == f"training.{key}"
+    assert "at step 5 of 20 already" in problem.message
+    assert check_length(run_config("runs", {"training.steps": 6}), str(tmp_path)) == ()
+    assert check_length(run_config("runs", {**shorter, "checkpoint.resume": "never"}), str(tmp_path)) == ()
+
+
+def test_a_run_that_was_killed_after_its_last_step_may_still_end(tmp_path: Path) -> None:
+    config = run_config("runs", {"training.steps": 5})
+    checkpoint(tmp_path, 5, config=config.to_dict())
+    assert check_length(config, str(tmp_path)) == ()
+
+
+def test_a_new_run_is_not_begun_where_nothing_is_left_to_do(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "old", 5, config=run_config("runs", {"training.steps": 5}).to_dict())
+    asked = {"training.steps": 5, "checkpoint.resume": str(folder)}
+    (problem,) = check_length(run_config("runs", asked), str(tmp_path / "new"))
+    assert (problem.key, problem.fix) == ("training.steps", "Set training.steps above 5.")
+    assert check_length(run_config("runs", {**asked, "training.steps": 6}), str(tmp_path / "new")) == ()
 
 
 def test_a_start_from_another_model_names_each_size(tmp_path: Path) -> None:

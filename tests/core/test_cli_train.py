@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from orchestrator.cli.closing import attention_row
 from orchestrator.cli.main import main
@@ -17,6 +18,7 @@ from orchestrator.errors import PlacementError, Problem
 from orchestrator.launch.request import Attempt, LaunchOutcome, LaunchRequest
 from orchestrator.tracking.forward import TrackingResult
 from orchestrator.tracking.metrics_log import MetricsLog
+from tests.core.test_checkpoint_folder import checkpoint
 
 TABLE = [
     {"rank": rank, "share": 0, "local_rank": rank, "node_id": "n", "node_name": "host", "node": 0, "device": rank,
@@ -290,3 +292,16 @@ def test_a_full_disk_behind_the_output_takes_lines_from_a_training_and_nothing_e
     assert code == 0
     assert "No space left on device" in errors
     assert summary_of(str(tmp_path / "runs" / "full"))["status"] == "finished"
+
+
+def test_a_run_that_is_further_than_what_is_asked_for_is_refused_and_left_as_it_is(train) -> None:
+    _, lines, _ = train(FakeLaunch("stopped"))
+    folder = Path(lines[-1])
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    saved["training"]["steps"] = 9  # it was begun with more than is asked for below
+    checkpoint(folder / "checkpoints", 3, config=saved)
+    launch = FakeLaunch()
+    code, _, errors = train(launch)
+    assert (code, launch.requests) == (2, [])
+    assert "training.steps: This run is at step 3 of 9 already" in errors
+    assert summary_of(str(folder))["status"] == "stopped"
