@@ -56,6 +56,7 @@ class Invocation:
         """The configuration that was asked for. Raises ConfigError with its problems and those of the command line."""
         from orchestrator.cli.live import ask_cluster
         from orchestrator.config.compose import load_config
+        from orchestrator.tracking.identity import problems_of_asked_name
 
         try:
             config = load_config(
@@ -65,8 +66,8 @@ class Invocation:
             )
         except ConfigError as error:
             raise ConfigError([*self.problems, *error.problems]) from None
-        if self.problems:
-            raise ConfigError(self.problems)
+        if problems := [*self.problems, *problems_of_asked_name(config)]:
+            raise ConfigError(problems)
         return config
 
     def words(self, command: str, overrides: Sequence[str] | None = None) -> str:

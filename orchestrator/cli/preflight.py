@@ -20,6 +20,7 @@ from orchestrator.errors import ConfigError, Problem
 from orchestrator.plan.engine_rules import engine_problems
 from orchestrator.plan.make import make_plan
 from orchestrator.plan.run_plan import RunPlan
+from orchestrator.tracking.identity import problems_of_asked_name
 
 
 class RefusedError(ConfigError):
@@ -39,8 +40,10 @@ def plan_of(invocation: Invocation, overrides: Sequence[str] | None = None) -> R
         words, config_directory=invocation.config_directory, ask_cluster=ask_cluster(invocation.config_directory)
     )
     problems = [*invocation.problems, *examined.problems]
-    if examined.config is not None and not problems:
-        return make_plan(examined.config)
+    if examined.config is not None:
+        problems += problems_of_asked_name(examined.config)
+        if not problems:
+            return make_plan(examined.config)
     sound = examined.config or examined.remainder()
     raise RefusedError(problems, () if sound is None else _new(make_plan(sound).problems, problems))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ PLAN_PREFIX = "plan."
 """Of the parameters of an MLflow run that say what the plan decided; the others are the configuration's own keys."""
 
 _HASH_CHARACTERS = 8
+_NAME_BYTES = 200
+"""Of a run's name, so that file systems (255 bytes) have room for a number behind it."""
+_NO_FOLDER = re.compile(r"[/\\\x00-\x1f\x7f]")
 
 _LEARNED = ("model", "training", "optimizer", "data")
 """Sections that change what is learned."""
@@ -81,6 +85,25 @@ def default_name(config: RunConfig) -> str:
     """The experiment's name and a short hash of all that changes what is learned."""
     text = json.dumps(learned_part(config), sort_keys=True, separators=(",", ":"))
     return f"{config.run.experiment}-{hashlib.sha256(text.encode()).hexdigest()[:_HASH_CHARACTERS]}"
+
+
+def problems_of_asked_name(config: RunConfig) -> tuple[Problem, ...]:
+    """Why the name that a configuration asks for cannot be that of a folder, whatever is on the disk."""
+    name = config.run.name
+    if name is None:
+        return ()
+    size = len(name.encode(errors="replace"))
+    if 0 < size <= _NAME_BYTES and not name.startswith(".") and name == name.strip() and not _NO_FOLDER.search(name):
+        return ()
+    shown = repr(name if len(name) <= 40 else f"{name[:40]}...")
+    return (
+        Problem(
+            "run.name",
+            f"run.name={shown} cannot name a folder{f': it has {size} bytes' if size > _NAME_BYTES else ''}.",
+            f"Use 1 to {_NAME_BYTES} bytes of UTF-8 without slash or line break, not starting with a dot, no blank at "
+            "either end.",
+        ),
+    )
 
 
 def checkpoint_directory(config: RunConfig, run_directory: str | os.PathLike[str]) -> str:

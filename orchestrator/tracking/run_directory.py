@@ -29,6 +29,7 @@ from orchestrator.tracking.identity import (
     changes_between,
     checkpoint_directory,
     default_name,
+    problems_of_asked_name,
     problems_of_name,
     starts_elsewhere,
 )
@@ -36,7 +37,6 @@ from orchestrator.tracking.lock import LOCK_NAME, RunLock, problem_of_lock
 from orchestrator.tracking.metrics_log import MetricsLog, read_records
 
 HISTORY_NAME = "history.jsonl"
-_NAME_CHARACTERS = 200
 _UNRECORDED = ("run.", "tracking.", "cluster.", "fault_tolerance.")
 """Changes of these sections change nothing of the run itself and are not listed when it goes on."""
 
@@ -123,7 +123,7 @@ def check_run_directory(config: RunConfig) -> tuple[Problem, ...]:
             if config.checkpoint.directory is not None and not is_url(config.checkpoint.directory)
             else ()
         ),
-        *_problems_of_name_asked(config),
+        *problems_of_asked_name(config),
     ]
     if not any(problem.key.startswith("run.") for problem in problems):
         choice = _choose(config)
@@ -303,19 +303,3 @@ def _problems_of_folder(key: str, asked: str) -> list[Problem]:
         except OSError:  # its own words may mislead: of /proc "no such file or directory"
             why = f"nothing can be made in {nearest}"
     return [Problem(key, f"{key}={asked} cannot be used: {why}.", "Give a folder that can be written.")]
-
-
-def _problems_of_name_asked(config: RunConfig) -> list[Problem]:
-    problems = []
-    name = config.run.name
-    if name is not None and (
-        not name or len(name) > _NAME_CHARACTERS or name.startswith(".") or re.search(r"[/\\\0\n]", name)
-    ):
-        problems.append(
-            Problem(
-                "run.name",
-                f"run.name={name!r} cannot name a folder.",
-                f"Use 1 to {_NAME_CHARACTERS} characters, no slash, not starting with a dot.",
-            )
-        )
-    return problems

@@ -77,6 +77,13 @@ def test_a_refused_configuration_has_the_shape_of_the_contract_too(say) -> None:
     }
 
 
+@pytest.mark.parametrize("words", [["plan"], ["search"], ["dryrun"], ["plan", "--cfg", "job"], ["plan", "--json"]])
+def test_a_name_that_no_run_can_have_is_refused_by_every_command(say, words: list[str]) -> None:
+    said = say(*words, f"run.name={'x' * 300}")
+    assert said.code == 2
+    assert "it has 300 bytes" in " ".join((said.out + said.err).split())
+
+
 def test_plan_for_people_names_the_memory_and_the_ranks(say) -> None:
     said = say("plan", "+experiment=llama70b_3d")
     assert said.code == 0

@@ -305,3 +305,11 @@ def test_a_run_that_is_further_than_what_is_asked_for_is_refused_and_left_as_it_
     assert (code, launch.requests) == (2, [])
     assert "training.steps: This run is at step 3 of 9 already" in errors
     assert summary_of(str(folder))["status"] == "stopped"
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "é" * 150])
+def test_a_name_too_long_for_a_folder_is_refused_before_anything_looks_for_it(train, name: str) -> None:
+    code, _, errors = train(FakeLaunch(), f"run.name={name}")
+    assert code == 2
+    assert "run.name: run.name=" in errors
+    assert "it has 300 bytes" in errors

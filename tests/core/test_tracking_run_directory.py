@@ -259,7 +259,7 @@ def test_a_folder_that_is_no_run_is_not_taken_over(tmp_path: Path) -> None:
     assert "not the folder of a run" in problems[0].message
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "x" * 201])
+@pytest.mark.parametrize("name", ["", " ", " a", "a ", "a\tb", "a/b", "..", ".hidden", "x" * 201, "é" * 101])
 def test_a_name_that_is_no_folder_name_is_refused(tmp_path: Path, name: str) -> None:
     assert [problem.key for problem in check_run_directory(run_config(tmp_path, {"run.name": name}))] == ["run.name"]
 
