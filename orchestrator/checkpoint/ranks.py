@@ -85,3 +85,10 @@ class Ranks:
         """Run an action on rank 0 only; its result on every rank, or the same CheckpointError on all."""
         result: T | None = self.together(what, lambda: action() if self.rank == 0 else None)[0]
         return result  # type: ignore[return-value]
+
+
+def error_words(error: BaseException) -> str:
+    """An error in one clause: what the system said and of which file, or the class and text of any other."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"
+    return f"{type(error).__name__}: {error}"

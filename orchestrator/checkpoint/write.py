@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from orchestrator.checkpoint.folder import Checkpoint, Draft, Location, abandon, begin, commit
 from orchestrator.checkpoint.manifest import FileRecord, Manifest, faults_of
-from orchestrator.checkpoint.ranks import CheckpointError, Ranks
+from orchestrator.checkpoint.ranks import CheckpointError, Ranks, error_words
 from orchestrator.checkpoint.retention import Retention, apply_retention
 from orchestrator.checkpoint.shard_writer import ShardWriter
 from orchestrator.checkpoint.storage import Folder, open_folder
@@ -106,10 +106,8 @@ def _write_shards(draft: Draft, state: dict[str, Any], ranks: Ranks, planner: Sa
         if isinstance(error.failures.get(ranks.rank, (None,))[0], KeyboardInterrupt):
             raise KeyboardInterrupt from error  # DCP takes it for a failure like any other
         # DCP has already told every rank about every failure.
-        shown = "; ".join(
-            f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()
-        )
-        raise CheckpointError(f"could not write {draft.data.name} ({shown})") from error
+        shown = "; ".join(f"rank {rank}: {error_words(cause)}" for rank, (cause, _) in error.failures.items())
+        raise CheckpointError(shown) from error
     return writer.records
 
 

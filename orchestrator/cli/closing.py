@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.checkpoint.manifest import step_of
 from orchestrator.cli.invocation import Invocation
 from orchestrator.cli.progress import span
 from orchestrator.errors import OrchestratorError
@@ -48,11 +49,16 @@ def closing_lines(
     summary: dict[str, Any],
     tracked: TrackingResult | None,
     invocation: Invocation,
+    save_error: str = "",
 ) -> list[str]:
-    """How it ended and where to look. The run's folder itself is printed after these."""
+    """How it ended and where to look. The run's folder itself is printed after these.
+
+    `save_error` is why the last checkpoint that was tried could not be written; empty when it could.
+    """
     lines = ["", _verdict(summary, outcome)]
     if outcome.status == "finished":
         lines += loss_lines(plan, summary)
+    lines += unsaved_lines(summary, save_error)
     rows = [
         ("attention", attention_row(summary)),
         ("checkpoint", summary["checkpoint"] or "none was saved"),
@@ -61,6 +67,20 @@ def closing_lines(
         ("to go on", how_to_continue(outcome.status, summary, plan, invocation)),
     ]
     return [*lines, *(f"{name:<11} {text}" for name, text in rows if text)]
+
+
+def unsaved_lines(summary: dict[str, Any], save_error: str) -> list[str]:
+    """Which of the steps done no checkpoint has, and why; nothing where the newest one has all."""
+    first, last = (saved_step(summary) or 0) + 1, summary["steps"]
+    if first > last:
+        return []
+    what = f"step {last} is" if first == last else f"steps {first} to {last} are"
+    return [f"{what} in no checkpoint" + (f": it could not be written ({save_error})" if save_error else "")]
+
+
+def saved_step(summary: dict[str, Any]) -> int | None:
+    """Step of the newest checkpoint; None: there is none."""
+    return None if summary["checkpoint"] is None else step_of(summary["checkpoint"].rpartition("/")[2])
 
 
 _KERNELS = {
@@ -84,24 +104,25 @@ def problems_opening(status: str) -> str:
 
 
 def loss_lines(plan: RunPlan, summary: dict[str, Any]) -> list[str]:
-    """The validation loss beside what counting token pairs reaches, both in nats a byte."""
+    """The validation loss, a token and a byte, beside what counting token pairs reaches."""
     per_token, per_byte = summary["validation_loss"], summary["validation_nats_per_byte"]
     if per_token is None:
         return []
     if per_byte is None:
         return [f"validation loss {per_token:.4f} nats a token"]
+    both = f"validation loss {per_token:.4f} nats a token, {per_byte:.4f} nats a byte"
     from orchestrator.data.baseline import bigram_baseline
 
     try:
         baseline = bigram_baseline(plan.config)
     except (OrchestratorError, OSError) as error:
-        return [f"validation loss {per_byte:.4f} nats a byte (no baseline: {error})"]
+        return [f"{both} (no baseline: {error})"]
     if baseline.nats_per_byte is None:
-        return [f"validation loss {per_byte:.4f} nats a byte (no bigram baseline: {baseline.reason})"]
+        return [f"{both} (no bigram baseline: {baseline.reason})"]
     change = 1 - per_byte / baseline.nats_per_byte
     side = "below" if change >= 0 else "above"
     return [
-        f"validation loss {per_byte:.4f} nats a byte, {abs(change):.0%} {side} the {baseline.nats_per_byte:.4f} of a "
+        f"{both}, {abs(change):.0%} {side} the {baseline.nats_per_byte:.4f} of a "
         f"bigram model of the same tokens (add-k, k = {baseline.smoothing:.3g})"
     ]
 
@@ -118,8 +139,10 @@ def how_to_continue(status: str, summary: dict[str, Any], plan: RunPlan, invocat
     kept = [word for word in invocation.overrides if word.lstrip("+~").partition("=")[0] not in replaced]
     if plan.config.checkpoint.init_from is not None:
         kept.append("checkpoint.init_from=null")  # the checkpoint has its weights
+    # What is in no checkpoint is computed again before anything is added.
+    length = steps if (saved_step(summary) or steps) < summary["steps"] else 2 * steps
     longer = Invocation(
-        overrides=[*kept, f"training.steps={2 * steps}", f"checkpoint.resume={summary['checkpoint']}"],
+        overrides=[*kept, f"training.steps={length}", f"checkpoint.resume={summary['checkpoint']}"],
         config_directory=invocation.config_directory,
     )
     return longer.words("train")

@@ -152,13 +152,13 @@ def _resumed(event: Mapping[str, Any]) -> str | None:
 
 
 def _validation(event: Mapping[str, Any]) -> str:
-    return f"step {event['step']}: validation loss {event['validation_loss']:.4f}"
+    return f"step {event['step']}: validation loss {event['validation_loss']:.4f} nats a token"
 
 
 def _checkpoint(event: Mapping[str, Any]) -> str:
     if event.get("error"):
         after = "the run stops" if event.get("stops") else "training goes on"
-        return f"step {event['step']}: the checkpoint could not be written ({event['error']}); {after}"
+        return f"step {event['step']}: the checkpoint could not be written: {event['error']}; {after}"
     return f"step {event['step']}: saved {Path(event['path']).name}"
 
 

@@ -95,7 +95,8 @@ def _launch_and_record(plan: RunPlan, directory: RunDirectory, invocation: Invoc
     elif tracked.run_id != summary["mlflow_run_id"]:
         summary["mlflow_run_id"] = tracked.run_id
         directory.write_json("summary.json", summary)
-    print("\n".join(closing.closing_lines(plan, directory, outcome, summary, tracked, invocation)), flush=True)
+    lines = closing.closing_lines(plan, directory, outcome, summary, tracked, invocation, kept.save_error)
+    print("\n".join(lines), flush=True)
     if outcome.problems:
         print_problems(_with_traceback(outcome, directory), opening=closing.problems_opening(outcome.status))
     print(directory.path, flush=True)
@@ -113,6 +114,8 @@ class _Keeper:
         self._directory = directory
         self._observe = observe
         self._table: list[dict[str, Any]] = []
+        self.save_error = ""
+        """Why the last checkpoint that was tried could not be written; empty when it could."""
         directory.logs.mkdir(parents=True, exist_ok=True)
         self._log = (directory.logs / "launcher.jsonl").open("a", encoding="utf-8", buffering=1)
 
@@ -128,6 +131,8 @@ class _Keeper:
             self._write(placement=self._table)
         elif event["kind"] == "replanned":
             self._write(**event["plan"])
+        elif event["kind"] == "checkpoint":
+            self.save_error = event.get("error") or ""
         if event["kind"] != "step":
             shown = {name: value for name, value in event.items() if name != "plan"}
             self._log.write(json.dumps({"time": time.time(), **shown}, default=str) + "\n")

@@ -313,3 +313,19 @@ def test_a_name_too_long_for_a_folder_is_refused_before_anything_looks_for_it(tr
     assert code == 2
     assert "run.name: run.name=" in errors
     assert "it has 300 bytes" in errors
+
+
+def test_steps_that_are_in_no_checkpoint_are_named_with_the_reason_and_how_to_get_them(train) -> None:
+    class Full(FakeLaunch):
+        def __call__(self, request: LaunchRequest, observe: Callable[[dict[str, Any]], None]) -> LaunchOutcome:
+            checkpoint(Path(request.run_directory) / "checkpoints", 1)
+            full = {"path": None, "error": "rank 1: No space left on device"}
+            observe({"kind": "checkpoint", "step": 2, **full})
+            return super().__call__(request, observe)
+
+    code, lines, _ = train(Full())
+    assert code == 0
+    assert "steps 2 to 3 are in no checkpoint: it could not be written (rank 1: No space left on device)" in lines
+    on = next(line for line in lines if line.startswith("to go on"))
+    assert "training.steps=3" in on
+    assert "step-00000001" in on

@@ -82,11 +82,11 @@ def test_a_step_line_has_step_loss_rate_and_remaining_time() -> None:
 EVENTS = [
     ({"kind": "resumed", "step": 0, "checkpoint": None}, ()),
     ({"kind": "resumed", "step": 7, "checkpoint": "/r/step-7"}, ("continued after step 7 from /r/step-7",)),
-    ({"kind": "validation", "step": 5, "validation_loss": 1.23456}, ("step 5: validation loss 1.2346",)),
+    ({"kind": "validation", "step": 5, "validation_loss": 1.23456}, ("step 5: validation loss 1.2346 nats a token",)),
     ({"kind": "checkpoint", "step": 5, "path": "/r/c/step-5", "error": None}, ("step 5: saved step-5",)),
     (
         {"kind": "checkpoint", "step": 5, "path": None, "error": "disk full"},
-        ("step 5: the checkpoint could not be written (disk full); training goes on",),
+        ("step 5: the checkpoint could not be written: disk full; training goes on",),
     ),
     (
         {
