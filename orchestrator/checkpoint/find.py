@@ -27,6 +27,8 @@ class Found:
     folder: Folder
     is_checkpoint: bool
     """Whether it is one checkpoint, whole or damaged."""
+    run: Path | None = None
+    """Folder of the run that a folder of checkpoints belongs to, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +85,16 @@ def _at(folder: Folder) -> Found | None:
     if step_of(folder.name) is not None or MANIFEST_NAME in files:
         return Found(folder, is_checkpoint=True)
     if isinstance(folder, LocalFolder) and (elsewhere := _directory_of_run(folder.path)) is not None:
-        return Found(open_folder(elsewhere), is_checkpoint=False)
+        return Found(open_folder(elsewhere), is_checkpoint=False, run=folder.path)
     names = folder.folders()
     if "checkpoints" in names and not any(step_of(name) is not None for name in names):
-        return Found(folder.child("checkpoints"), is_checkpoint=False)
-    return Found(folder, is_checkpoint=False)
+        return Found(folder.child("checkpoints"), is_checkpoint=False, run=_run_at(folder))
+    run = _run_at(folder.parent()) if isinstance(folder, LocalFolder) else None
+    return Found(folder, is_checkpoint=False, run=run or _run_at(folder))
+
+
+def _run_at(folder: Folder) -> Path | None:
+    return folder.path if isinstance(folder, LocalFolder) and (folder.path / "config.yaml").is_file() else None
 
 
 def _entries(folder: Folder) -> list[Path]:

@@ -12,6 +12,7 @@ from orchestrator.cli.checkpoint_words import as_json, places, plan_words, size_
 from orchestrator.cli.invocation import Invocation
 from orchestrator.cli.progress import span
 from orchestrator.errors import Problem, RunError
+from orchestrator.tracking.run_directory import status_of
 
 SUMMARY = "steps, state, size, plan, loss and age of checkpoints, and which one a run would go on from"
 
@@ -20,7 +21,8 @@ checkpoint ls [RUN | FOLDER | CHECKPOINT | s3://BUCKET/PREFIX ...] [run.director
 
 Lists checkpoints: complete, damaged (a file that its manifest names is missing or has another size; `verify` reads the
 bytes too) or left over from a save that was killed, which the next start of the run removes. Without a name: of every
-run in run.directory. The one marked with * is where the run would go on. Exit code 0; 2: there is nothing of that name.
+run in run.directory. The one marked with * is where the run would go on; a finished run does not, its command begins
+another, and `resume` in the JSON is null. Exit code 0; 2: there is nothing of that name.
 
   python -m orchestrator checkpoint ls
   python -m orchestrator checkpoint ls quickstart-1a2b3c4d --json
@@ -51,21 +53,27 @@ def _entries(place: Found) -> list[Listed]:
 
 
 def _as_json(place: Found, entries: Sequence[Listed]) -> dict[str, object]:
-    newest = newest_of(entries)
+    newest = None if place.is_checkpoint or _is_finished(place) else newest_of(entries)
     return {
         "directory": str(place.folder.parent() if place.is_checkpoint else place.folder),
-        "resume": None if newest is None or place.is_checkpoint else str(newest.folder),
+        "resume": None if newest is None else str(newest.folder),
         "checkpoints": [as_json(entry) for entry in entries],
     }
 
 
+def _is_finished(place: Found) -> bool:
+    """Whether the run whose checkpoints these are has done all its steps; not known of a store without its run."""
+    return place.run is not None and status_of(place.run) == "finished"
+
+
 def _lines(place: Found, entries: Sequence[Listed]) -> list[str]:
     newest = None if place.is_checkpoint else newest_of(entries)
+    finished = _is_finished(place)
     lines = [str(place.folder)]
     if not entries:
         return [*lines, "  no checkpoints"]
     rows: list[tuple[str, ...]] = [("", "step", "state", "size", "plan", "loss", "validation", "age")]
-    rows += [_row(entry, entry is newest) for entry in entries]
+    rows += [_row(entry, entry is newest and not finished) for entry in entries]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row, entry in zip(rows, (None, *entries), strict=True):
         cells = (f"{cell:>{width}}" if column in _NUMBERS else f"{cell:<{width}}" for column, (cell, width) in
@@ -73,8 +81,14 @@ def _lines(place: Found, entries: Sequence[Listed]) -> list[str]:
         lines.append("  ".join(cells).rstrip())
         if entry is not None:
             lines += [f"      {fault}" for fault in entry.faults]
-    if not place.is_checkpoint:
-        lines.append("a run would begin anew" if newest is None else f"a run would go on from step {newest.step}")
+    if place.is_checkpoint:
+        return lines
+    if finished:
+        lines.append("the run has finished: its command begins another")
+        if newest is not None:
+            lines.append(f"to go on from step {newest.step} with more steps: checkpoint.resume={newest.folder}")
+        return lines
+    lines.append("a run would begin anew" if newest is None else f"a run would go on from step {newest.step}")
     return lines
 
 

@@ -231,7 +231,7 @@ def _choose(config: RunConfig) -> _Choice:
         return _Choice(latest, name, continues=False, before=None, problems=(before,))
     now = config.to_dict()
     elsewhere = starts_elsewhere(now) and before["checkpoint"].get("resume") != config.checkpoint.resume
-    continues = not (config.checkpoint.resume == "never" or elsewhere or _status_of(latest) == "finished")
+    continues = not (config.checkpoint.resume == "never" or elsewhere or status_of(latest) == "finished")
     problems = problems_of_name(latest.name, before, now, continues=continues)
     if continues or problems:
         return _Choice(latest, name, continues, before, problems)
@@ -283,7 +283,8 @@ def _configuration_of(folder: Path) -> dict[str, Any] | Problem:
     )
 
 
-def _status_of(folder: Path) -> str | None:
+def status_of(folder: Path) -> str | None:
+    """How the run in a folder ended; None: it has not, or is none."""
     try:
         return str(json.loads((folder / "summary.json").read_text(encoding="utf-8"))["status"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -89,6 +89,25 @@ def test_the_list_for_people_has_plan_loss_and_where_the_run_goes_on(say, runs: 
     assert lines[-1] == "a run would go on from step 200"
 
 
+@pytest.mark.parametrize("word", ["mine", "runs/mine/checkpoints"])
+def test_a_finished_run_goes_on_by_asking_for_more_alone(say, runs: Path, word: str) -> None:
+    (runs.parent / "summary.json").write_text(json.dumps({"status": "finished"}))
+    assert listed(say, word)["resume"] is None
+    lines = say("ls", word).out.splitlines()
+    assert not [line for line in lines if line.startswith("*")]
+    assert lines[-2] == "the run has finished: its command begins another"
+    assert lines[-1] == f"to go on from step 300 with more steps: checkpoint.resume={runs / 'step-00000300'}"
+    (runs.parent / "summary.json").write_text(json.dumps({"status": "stopped"}))
+    assert listed(say, word)["resume"] == str(runs / "step-00000300")
+
+
+def test_checkpoints_kept_elsewhere_belong_to_the_run_that_was_named(say, runs: Path, tmp_path: Path) -> None:
+    checkpoint(tmp_path / "shared" / "mine", 7)
+    (runs.parent / "config.yaml").write_text(f"checkpoint: {{directory: {tmp_path}/shared}}\n")
+    (runs.parent / "summary.json").write_text(json.dumps({"status": "finished"}))
+    assert listed(say, "mine")["resume"] is None
+
+
 def test_one_checkpoint_can_be_listed(say, runs: Path) -> None:
     found = listed(say, runs / "step-00000200")
     assert [entry["step"] for entry in found["checkpoints"]] == [200]
