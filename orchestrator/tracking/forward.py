@@ -108,7 +108,7 @@ class Forwarder:
 
 
 def start_forwarder(run_directory: str | os.PathLike[str], *, nice: int = LOWEST_PRIORITY) -> Forwarder:
-    """Start the forwarder of a run whose `config.yaml` is written. Returns at once; MLflow is imported later, there.
+    """Start the forwarder of a run whose `config.yaml` is written. Returns at once; MLflow is imported there.
 
     It gets a session of its own (Ctrl-C does not reach it), writes to `logs/tracking.log`, and ends when this process
     does: its standard input is the line between the two.

@@ -1,12 +1,13 @@
 """What the forwarder does: follow a run's record, send it in batches, bring it to its end. Time and MLflow live here.
 
 `Forwarding.turn` is one try at everything that is due and raises when MLflow is away; the loops around it decide when
-to try again and when to give up. MLflow is imported at the first turn that has something to send, and the first thing
-is that the ranks have been placed: while they start, a core is idle now and then.
+to try again and when to give up. The first thing to send is that the ranks have been placed; until then, while Ray and
+the ranks start, MLflow is imported and a new database made, and nothing is written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -269,6 +270,8 @@ def follow_run(folder: Path, nice: int) -> bool:
     parent = _Parent()
     _live_quietly(min(nice, STARTING_PRIORITY))
     forwarding = Forwarding(folder, _noted_uri(folder))
+    with contextlib.suppress(Exception):  # the first turn meets it again, and notes it
+        _get_ready(forwarding.ledger.uri)
     pause = _FIRST_PAUSE_SECONDS
     trouble, started = False, False
     while not forwarding.ended:
@@ -313,6 +316,13 @@ def send_run(folder: Path, uri: str, say: Callable[[str], None] = lambda _: None
             return False
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def _get_ready(uri: str) -> None:
+    """What costs seconds of a core, once, and needs nothing of the run."""
+    from orchestrator.tracking.mlflow_run import make_database
+
+    make_database(uri)
 
 
 class _Parent:

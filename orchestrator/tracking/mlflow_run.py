@@ -9,6 +9,8 @@ again by its token, points carry their own timestamps, parameters are compared f
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +19,7 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from orchestrator.tracking.destination import artifact_location, shown
+from orchestrator.tracking.destination import artifact_location, database_path, shown
 from orchestrator.tracking.tail import Point
 
 T = TypeVar("T")
@@ -49,6 +51,7 @@ class MlflowRun:
     @staticmethod
     def create(uri: str, experiment: str, run_name: str, token: str, began_ms: int | None) -> MlflowRun:
         """The run with this token: found again if it was created before, else created with its true start."""
+        make_database(uri)
         client = MlflowClient(tracking_uri=uri)
         experiment_id = _experiment_id(client, uri, experiment)
         found = client.search_runs([experiment_id], filter_string=f"tags.`{TOKEN_TAG}` = '{token}'", max_results=1)
@@ -115,6 +118,26 @@ class MlflowRun:
     def end(self, status: str, ended_ms: int | None) -> None:
         """Close the run as FINISHED, FAILED or KILLED; without a time it ends now."""
         self._client.set_terminated(self.run_id, status=status, end_time=ended_ms)
+
+
+def make_database(uri: str) -> None:
+    """Make the SQLite file of a URI, with its tables, where it is not there yet; it is there whole or not at all.
+
+    MLflow would make it in place: killed meanwhile it leaves a file that nothing can open, and two runs that begin at
+    the same time make the same tables twice.
+    """
+    path = database_path(uri)
+    if path is None or path.exists():
+        return
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        MlflowClient(tracking_uri=f"sqlite:///{made}").search_experiments()
+        try:
+            os.link(made, path)
+        except FileExistsError:
+            pass  # another run was faster
+        except OSError:  # a file system without hard links
+            made.replace(path)
 
 
 def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:

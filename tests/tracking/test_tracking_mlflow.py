@@ -11,6 +11,7 @@ from mlflow.tracking import MlflowClient
 
 from orchestrator.tracking.forwarding import Forwarding
 from orchestrator.tracking.ledger import Ledger, read_ledger, write_ledger
+from orchestrator.tracking.mlflow_run import make_database
 from orchestrator.tracking.run_directory import HISTORY_NAME, RunDirectory
 from tests.tracking.runs import end, new_run, once, only_run, points, record, rewind, runs_of
 
@@ -114,6 +115,25 @@ def test_the_run_is_there_as_soon_as_ranks_have_been_placed(tmp_path: Path, uri:
     assert not forwarding.turn(ending=False), "and that is said once"
     later = Forwarding(run.path, uri)
     assert not later.turn(ending=False), "a placement of an earlier command is none of this one's"
+
+
+def test_a_new_database_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = f"sqlite:///{tmp_path / 'new.db'}"
+
+    def killed(*_: object, **__: object) -> None:
+        assert not (tmp_path / "new.db").exists(), "others see nothing while its tables are made"
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(MlflowClient, "search_experiments", killed)
+        make_database(uri)
+    assert list(tmp_path.iterdir()) == []
+    make_database(uri)
+    assert [path.name for path in tmp_path.iterdir()] == ["new.db"]
+    before = (tmp_path / "new.db").read_bytes()
+    make_database(uri)
+    assert (tmp_path / "new.db").read_bytes() == before
+    assert [found.name for found in MlflowClient(uri).search_experiments()] == ["Default"]
 
 
 def test_why_attempts_ended_and_how_long_each_way_back_took_is_in_the_record(tmp_path: Path, uri: str) -> None:
