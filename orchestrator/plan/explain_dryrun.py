@@ -96,7 +96,7 @@ def _memory(entry: Mapping[str, Any], report: Mapping[str, Any]) -> RenderableTy
     table.add_row("context and reserve", size(worst["reserve_bytes"]), "", "")
     total = (size(worst["total_bytes"]), size(worst["planned_bytes"]), percent(worst["difference"]))
     table.add_row("with them", *total, style="bold")
-    table.add_row("the GPU holds", size(report["capacity_bytes"]), "", "", style="dim")
+    table.add_row("what it may hold", size(report["capacity_bytes"]), "", "", style="dim")
     if entry["host_bytes"]["simulated"]:
         table.add_row(
             "in host memory", size(entry["host_bytes"]["simulated"]), size(entry["host_bytes"]["planned"]), ""

@@ -95,6 +95,16 @@ def parallel_facts(facts: Facts) -> ParallelFacts:
     )
 
 
+def _uncalibrated(profile: SystemProfile, *, timed: bool) -> str:
+    memory = "is confirmed for tensors (`dryrun`), not for the reserve of allocator and libraries."
+    if not timed:
+        return f"Memory of profile {profile.name!r} {memory}"
+    return (
+        f"Times of profile {profile.name!r} are uncalibrated: not yet confirmed by measurements of the engine. "
+        f"Its memory {memory}"
+    )
+
+
 def _peak(config: RunConfig, profile: SystemProfile) -> int | None:
     """Bytes that the fullest rank of a configuration needs; None when a rule refuses it or it does not fit."""
     facts = derive(config)
@@ -135,10 +145,7 @@ def _priced(plan: RunPlan, facts: Facts, parallel: ParallelFacts) -> RunPlan:
             f"Time is not computed: {config.cluster.gpu.name} lacks a rate that it needs (peak or bandwidth)."
         )
     if not profile.calibrated:
-        warnings.append(
-            f"Times of profile {profile.name!r} are uncalibrated: not yet confirmed by measurements of the engine. Its "
-            "memory is confirmed for tensors (`dryrun`), not for the reserve of allocator and libraries."
-        )
+        warnings.append(_uncalibrated(profile, timed=time.step_seconds is not None))
     if batch.steps_of(config.training) is None:
         warnings.append("The run has no length, so days and cost are not computed.")
     return replace(
