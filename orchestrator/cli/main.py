@@ -97,7 +97,7 @@ def _dispatch(invocation: Invocation) -> int:
         invocation.help_topic = invocation.help_topic or next(iter(invocation.overrides), None)
     elif invocation.command not in commands.offered():
         raise ConfigError([_unknown_command(invocation), *invocation.problems])
-    if not invocation.command_was_given:
+    if not invocation.command_was_given or invocation.command in commands.TAKE_SETTINGS:
         _refuse_late_command(invocation)
     if foreign := locate.check_models_package():
         raise ConfigError(foreign)  # before any import of it fails with a message about something else
@@ -116,12 +116,13 @@ def _dispatch(invocation: Invocation) -> int:
 
 
 def _refuse_late_command(invocation: Invocation) -> None:
-    """A command after its settings: said as what it is, not as a setting without a value."""
+    """A command after its settings, or a second one: said as what it is, not as a setting without a value."""
     for word in [word for word in invocation.overrides if word in commands.offered()]:
         invocation.overrides.remove(word)
-        invocation.problems.append(
-            Problem(word, f"The command `{word}` comes after other words.", f"Put `{word}` first.")
-        )
+        wrong, fix = f"The command `{word}` comes after other words.", f"Put `{word}` first."
+        if invocation.command_was_given:
+            wrong, fix = f"`{invocation.command}` is the command already.", f"Leave `{word}` out."
+        invocation.problems.append(Problem(word, wrong, fix))
 
 
 def _show_config(invocation: Invocation) -> int:
@@ -143,6 +144,8 @@ def _help(invocation: Invocation) -> int:
         print(top_help(directory))
     elif topic in commands.offered():
         print(command_help(topic))
+        if topic in locate.GROUPS:  # `checkpoint` is both
+            print(f"\n\nThe keys of the same name\n\n{explain(topic, directory)}")
     else:
         print(explain(topic, directory))
     return 0

@@ -350,6 +350,18 @@ def test_a_full_disk_behind_stdout_is_told_without_a_traceback(words: list[str],
     assert "No space left on device" in done.stderr
 
 
+def test_a_second_command_is_said_to_be_one(say) -> None:
+    said = say("plan", "search", "training.steps=3")
+    assert said.code == 2
+    assert "`plan` is the command already." in said.err
+
+
+def test_help_for_a_word_that_is_command_and_group_explains_both(say) -> None:
+    said = say("--help", "checkpoint")
+    assert "checkpoint export CHECKPOINT TARGET" in said.out
+    assert "checkpoint.keep_last" in said.out
+
+
 def test_a_command_after_its_settings_is_told_to_come_first(say) -> None:
     said = say("training.steps=3", "plan")
     assert said.code == 2
