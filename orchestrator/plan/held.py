@@ -16,7 +16,14 @@ from orchestrator.plan.activations import (
     logits_bytes,
     table_bytes,
 )
-from orchestrator.plan.states import Stages, StateMemory, held_parts, rank_elements, state_memory
+from orchestrator.plan.states import (
+    Stages,
+    StateMemory,
+    held_parts,
+    rank_elements,
+    state_memory,
+    state_memory_of_one_unit,
+)
 from orchestrator.plan.system_profile import SystemProfile
 from orchestrator.plan.traffic import stream_bytes
 from orchestrator.plan.work import Work
@@ -127,17 +134,14 @@ def rank_states(work: Work, profile: SystemProfile, stages: Stages) -> StateMemo
     if work.moments_share != 1.0:
         state = replace(state, moments=state.moments * work.moments_share)
     elements = rank_elements(work.architecture, stages, facts.tensor, facts.zero_group)
+    options = {
+        "master_gathered": profile.master_gathered,
+        "offload": work.offload,
+        "loss_in_head": profile.loss_in_chunks,
+        "once": facts.micro_batches == 1,
+        "one_shard": facts.zero_group == 1,
+        "ends_tied": work.architecture.tied and all(held_parts(stages)[1:]),
+    }
     if profile.one_unit_on_cpu and facts.zero_stage == 0 and not work.on_gpu:
-        elements = replace(elements, block=0, ends=elements.whole)
-    stage = profile.zero_stage(work)
-    return state_memory(
-        elements,
-        state,
-        zero_stage=stage,
-        master_gathered=profile.master_gathered,
-        offload=work.offload,
-        loss_in_head=profile.loss_in_chunks,
-        once=facts.micro_batches == 1,
-        one_shard=facts.zero_group == 1,
-        ends_tied=work.architecture.tied and all(held_parts(stages)[1:]),
-    )
+        return state_memory_of_one_unit(elements, state, **options)
+    return state_memory(elements, state, zero_stage=profile.zero_stage(work), **options)

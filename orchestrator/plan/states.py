@@ -7,7 +7,7 @@ for which these figures hold, has the most. Activations are in `activations.py`,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from orchestrator.plan.architecture import Architecture, part_elements, stage_elements
@@ -194,6 +194,29 @@ def state_memory(
         reducing=round(reduction.reducing),
         reducing_head=round(reduction.reducing_head),
         host=round(on_host),
+    )
+
+
+def state_memory_of_one_unit(elements: StageElements, state: StateBytes, *, once: bool, **options: bool) -> StateMemory:
+    """`state_memory` of stage 0 where all weights are gathered and reduced together.
+
+    Before that one reduction each weight's gradient lies as it came (of several micro-batches the sums), all gathered
+    copies are there, and no buffer is.
+    """
+    together = replace(elements, block=0, ends=elements.whole)
+    memory = state_memory(together, state, zero_stage=0, once=once, **options)
+    block = state.raw_gradients * elements.block
+    before_last = state.raw_gradients * (elements.whole - elements.ends - elements.block)
+    return replace(
+        memory,
+        transient_gradients=round(block),
+        summed_alone=0,
+        weight_gradients=round(block),
+        ends_gradients=round(state.raw_gradients * elements.ends) if once else 0,
+        last_gradients=round(memory.gradients - before_last) if once else 0,
+        ends_weights=0,
+        reducing=0,
+        reducing_head=0,
     )
 
 

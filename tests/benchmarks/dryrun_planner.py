@@ -29,6 +29,9 @@ _STEP_COUNTER_BYTES = 4
 """AdamW counts its steps in a tensor of four bytes for each parameter; the planner leaves these out."""
 
 BLOCKS = {**plan_cases.LLAMA_7B, "num_hidden_layers": 4}
+NARROW = {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8, "vocab_size": 2048}
+"""Activations are most of what is held, as with the small models that a CPU is for."""
+FP32 = {"precision": "fp32"}
 GPT = {"family": "gpt", "intermediate_size": 16384, "attention_bias": True}
 
 
@@ -168,7 +171,19 @@ def _odd_ones() -> Iterator[Case]:
     yield Case("micro-batch 2", {**data, "zero_stage": 2}, 32, "none", training={"micro_batch_size": 2})
     yield Case("SGD with momentum", {**data, "zero_stage": 1}, 16, optimizer={"name": "sgd", "momentum": 0.9})
     yield Case("one GPU", {"data": 1}, 4, "selective")
-    yield Case("CPU, stage 0", data, 16, "none", device="cpu")
+    for batch in (8, 16, 32):
+        for recompute in ("none", "selective", "full"):
+            yield Case(f"CPU, stage 0, {recompute}, {batch // 8} micro-batches", data, batch, recompute, device="cpu")
+    for batch in (8, 16, 32):
+        for recompute in ("none", "full"):
+            name = f"CPU, narrow, {recompute}, {batch // 8} micro-batches"
+            yield Case(name, data, batch, recompute, NARROW, FP32, device="cpu")
+    yield Case("CPU, narrow, BF16", data, 8, "none", NARROW, device="cpu")
+    yield Case("CPU, narrow, tied", data, 8, "none", {**NARROW, "tie_word_embeddings": True}, FP32, device="cpu")
+    yield Case("CPU, narrow, gpt", data, 8, "none", {**GPT, **NARROW}, FP32, device="cpu")
+    yield Case("CPU, narrow, one process", {"data": 1}, 1, "none", NARROW, FP32, device="cpu")
+    yield Case("CPU, narrow, tensor 2", {"data": 2, "tensor": 2}, 2, "none", NARROW, FP32, device="cpu")
+    yield Case("CPU, narrow, 1f1b", {"data": 2, "pipeline": 2}, 8, "none", NARROW, FP32, device="cpu")
     yield Case("CPU, stage 2", {**data, "zero_stage": 2}, 16, "selective", device="cpu")
     yield Case("CPU, stage 3", {**data, "zero_stage": 3}, 16, "full", device="cpu")
 

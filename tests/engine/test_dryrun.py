@@ -21,7 +21,7 @@ from orchestrator.plan.make import make_plan
 from orchestrator.plan.planned_rank import CATEGORIES
 from orchestrator.plan.roles import extended, roles_of
 from orchestrator.plan.run_plan import RunPlan
-from tests.benchmarks.dryrun_planner import BLOCKS, GPT, MEDIAN, WORST, Case, compare
+from tests.benchmarks.dryrun_planner import BLOCKS, FP32, GPT, MEDIAN, NARROW, WORST, Case, compare
 from tests.core import plan_cases
 from tests.engine import plain_pipeline
 from tests.engine.cases import tiny_plan
@@ -259,6 +259,15 @@ def test_each_category_at_the_peak_is_what_the_simulation_holds(case: Case) -> N
     for rank in compare(case):
         for name in CATEGORIES:
             assert rank.simulated[name] == pytest.approx(rank.planned[name], rel=0.05, abs=NOISE), (rank.rank, name)
+
+
+@pytest.mark.parametrize("batch, recompute", [(8, "none"), (16, "full")])
+def test_on_a_cpu_nothing_is_reduced_or_given_back_before_all_gradients_are_there(batch: int, recompute: str) -> None:
+    """At stage 0 the whole model is one unit there, and activations are most of what a small model holds."""
+    (rank,) = compare(Case("narrow", {"data": 8}, batch, recompute, NARROW, FP32, device="cpu"))
+    assert rank.exact and abs(rank.off) < 0.005
+    for name in CATEGORIES:
+        assert rank.simulated[name] == pytest.approx(rank.planned[name], abs=4 * MIB), name
 
 
 THREE_AXES = {"data": 2, "tensor": 2, "pipeline": 2, "zero_stage": 2, "sequence_parallel": True}
