@@ -8,6 +8,13 @@ import signal
 import sys
 from types import FrameType
 
+from orchestrator.cli.leaving import Leaving
+
+
+def run() -> int:
+    """The command line as a whole process: nothing else has been imported."""
+    return Leaving().with_code(_run())
+
 
 def _run() -> int:
     try:
@@ -30,4 +37,4 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(_run())
+    sys.exit(run())
