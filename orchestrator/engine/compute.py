@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
@@ -36,12 +37,24 @@ def prepare_process(task: RankTask) -> torch.device:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if cluster.device == "cpu":
         keep_freed_memory()
+        finish_time_slices()
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise RuntimeError(f"rank {task.rank} is to compute on CUDA but sees no GPU")
     index = task.local_rank if torch.cuda.device_count() > 1 else 0
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def finish_time_slices() -> None:
+    """Have the kernel not interrupt this thread, and those that it starts, when another one wakes up (SCHED_BATCH).
+
+    Ranks that share cores wake each other up with every message; eight ranks on two cores lost a fifteenth of their
+    processor time to being interrupted for it. Where the system knows no such thing, nothing changes.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from orchestrator.engine.tensor_group import TensorGroup
@@ -20,7 +21,12 @@ _OPS = torch.ops._c10d_functional
 
 def _sum(value: Tensor, group: TensorGroup) -> Tensor:
     """Sum over the ranks, on all of them."""
-    result: Tensor = _OPS.wait_tensor(_OPS.all_reduce(value.contiguous(), "sum", group.name))
+    if torch.compiler.is_compiling():
+        traced: Tensor = _OPS.wait_tensor(_OPS.all_reduce(value.contiguous(), "sum", group.name))
+        return traced
+    # The same without what makes it traceable, which costs as much again in Python.
+    result = value.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(result, group=group.processes)
     return result
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -17,6 +19,11 @@ class TensorGroup:
     rank: int
     cuts_sequence: bool
     """Whether each rank holds its part of the sequence between the blocks' matrices."""
+
+    @property
+    def processes(self) -> dist.ProcessGroup:
+        """For collectives outside of compiled graphs."""
+        return _resolve_process_group(self.name)  # type: ignore[arg-type]
 
 
 def tensor_group(mesh: DeviceMesh, *, cuts_sequence: bool) -> TensorGroup:
