@@ -26,6 +26,7 @@ from orchestrator.config.schema import RunConfig
 from orchestrator.errors import ConfigError, Problem
 from orchestrator.plan.engine_rules import engine_problems
 from orchestrator.plan.make import make_plan
+from orchestrator.tracking.identity import problems_of_asked_name
 
 if TYPE_CHECKING:
     from orchestrator.launch.jobs import JobEnd
@@ -105,7 +106,7 @@ def _judge(invocation: Invocation, folder: Path) -> tuple[RunConfig, list[str]]:
     if config is not None:
         plan = make_plan(config)
         found = [] if asks else [*plan.problems, *(engine_problems(plan) if plan.feasible else ())]
-        found += job_paths.output_problems(config)
+        found += [*job_paths.output_problems(config), *problems_of_asked_name(config)]
         tracking = job_paths.tracking_in_a_job(config, os.environ)
         if tracking is not None and not job_paths.is_relative(config.run.directory):
             words = [word for word in words if not word.lstrip("+").startswith("tracking.uri=")]
