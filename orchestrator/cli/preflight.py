@@ -83,12 +83,11 @@ def problems_before_start(plan: RunPlan, plan_command: str) -> tuple[Problem, ..
     from orchestrator.tracking.run_directory import check_run_directory, upcoming_run
 
     config = plan.config
-    found = [*plan.problems]
+    # The room that knows the hardware knows the experiment, not what else was typed.
+    short = f"python -m orchestrator plan +experiment={config.run.experiment}"
+    here = check_hardware(plan, lambda warning: print_warnings((warning,)))
+    found = [*plan.problems, *(replace(problem, fix=problem.fix.replace(short, plan_command)) for problem in here)]
     if plan.feasible:
-        # The room that knows the hardware knows the experiment, not what else was typed.
-        short = f"python -m orchestrator plan +experiment={config.run.experiment}"
-        here = check_hardware(plan, lambda warning: print_warnings((warning,)))
-        found += [replace(problem, fix=problem.fix.replace(short, plan_command)) for problem in here]
         found += engine_problems(plan)
     if warning := job_paths.stop_warning(config, os.environ):
         print_warnings((warning,))

@@ -33,14 +33,27 @@ class Gpu:
 def check_hardware(plan: RunPlan, warn: Callable[[str], None] = lambda _: None) -> tuple[Problem, ...]:
     """What the plan needs and is not there; empty when all is. Starts nothing. `warn` hears of what does not prevent
     it."""
-    if plan.parallel is None:
-        return ()
     if cluster_address() is not None:
-        return _check_cluster(plan, warn)
+        # A cluster is not asked about a plan that it will not get.
+        return _check_cluster(plan, warn) if plan.feasible else ()
+    if plan.parallel is None:
+        return _check_any(plan)
     if plan.config.cluster.device == "cpu":
         return _check_processes(plan)
     gpus = local_gpus()
     return check_gpus(plan, gpus) or (() if isinstance(gpus, str) else _check_held(plan, gpus, own_facts().gpus, warn))
+
+
+def _check_any(plan: RunPlan) -> tuple[Problem, ...]:
+    """Whether there is a GPU at all: how many a plan needs that could not be made is not known, but none is too few."""
+    if plan.config.cluster.device == "cpu":
+        return ()
+    gpus = local_gpus()
+    if gpus and not isinstance(gpus, str):
+        return ()
+    here = f"this machine has {f'none: {gpus}' if isinstance(gpus, str) else _inventory(gpus)}"
+    message = f"{plan.config.cluster.gpu.name} GPUs needed; {here}, and RAY_ADDRESS names no cluster."
+    return (Problem("cluster", message, _remedy(plan)),)
 
 
 def local_gpus() -> tuple[Gpu, ...] | str:

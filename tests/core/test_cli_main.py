@@ -301,6 +301,23 @@ def test_a_training_without_its_gpus_names_them_what_is_there_and_the_plan_comma
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("wrong", "key", "needed"), [
+    ("training.global_batch_size=7", "training.global_batch_size", "A100-80GB GPUs needed"),
+    ("parallel.tensor=3", "parallel.tensor", "A100-80GB GPUs needed"),
+    ("parallel=ddp", "cluster.gpu.memory_gib", "8 x A100-80GB needed"),
+])  # fmt: skip
+def test_a_plan_that_is_wrong_hides_no_missing_gpus(
+    wrong: str, key: str, needed: str, say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("orchestrator.launch.hardware.local_gpus", lambda: "no NVIDIA driver answers")
+    said = say("+experiment=llama7b_zero2", wrong)
+    assert said.code == 2
+    assert f"1. {key}: " in said.err
+    assert f"{needed}; this machine has none: no NVIDIA driver answers" in said.err
+
+
 @pytest.mark.parametrize("words", [["plan"], ["plan", "--json"], ["--help"]])
 def test_a_closed_stdout_is_no_defect_of_the_program(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)  # what Python makes of `>&-`

@@ -199,7 +199,8 @@ def test_a_job_that_would_be_killed_before_it_has_saved_is_warned_of_with_the_se
 
 
 def test_everything_against_a_job_is_said_at_once_and_nothing_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["submit", "--address", "http://127.0.0.1:1", "training.stepz=3", "checkpoint.directory=saved", "run.name=a/b"]
+    wrong = ["training.stepz=3", "checkpoint.directory=saved", "run.name=a/b"]
+    words = ["submit", "--address", "http://127.0.0.1:1", *wrong]
     assert cli.main(words) == 2
     said = capsys.readouterr().err
     for key in ("training.stepz", "run.directory", "checkpoint.directory", "run.name"):
