@@ -30,7 +30,8 @@ python -m orchestrator compare [RUN ...] [--last N] [--json] [--html FILE] [trac
 
 Puts runs side by side from their MLflow record: the plan that each ran under, loss, tokens a second, MFU and memory,
 each beside what was predicted, and the settings in which they differ. Runs that learn the same stand together: among
-them it names the fastest, the cheapest and the leanest, and how far apart their losses ended.
+them it names the fastest, the cheapest and the leanest, and how far apart their losses ended. A run that went on under
+another plan is not ranked: what was measured is of both.
 A RUN is a name, a pattern of names ('llama7b_*'), an MLflow run id or its beginning, or a run's folder. Without any:
 the newest 20 of the store, or as many as --last says. The store is tracking.uri, else MLFLOW_TRACKING_URI, else
 mlflow.db in the current folder.

@@ -179,6 +179,8 @@ def _recovered(event: Mapping[str, Any]) -> str:
 
 
 def _stopping(event: Mapping[str, Any]) -> str:
+    if event["grace_seconds"] is None:
+        return f"{event['signal']}: ending what was started; no rank has anything to save"
     return f"{event['signal']}: saving and stopping, within {event['grace_seconds']:g} s; a second one ends it at once"
 
 

@@ -23,8 +23,9 @@ HELP = """\
 python -m orchestrator search [+experiment=NAME] [GROUP=OPTION ...] [KEY=VALUE ...] [--json]
 
 Looks, without a GPU, through every legal split of the model over the cluster: data, tensor, pipeline and context
-degrees, ZeRO stages and groups, schedules, micro-batches, recomputation. Prints those that fit, fastest first, and why
-the others do not. Never varied: the model, the precision, the global batch, the sequence, the optimizer.
+degrees, ZeRO stages and groups, schedules, micro-batches, recomputation. Prints those that fit, fastest first (of
+those within 0.1 % of each other the one with the fewest mechanisms), and why the others do not. Never varied: the
+model, the precision, the global batch, the sequence, the optimizer.
 The values under `parallel`, training.micro_batch_size and training.activation_checkpointing are what it looks for.
 Exit code 0: some plan fits; 2: none does, or the configuration is refused.
 

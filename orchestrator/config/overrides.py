@@ -101,7 +101,8 @@ def _unreadable(word: str, reason: str) -> Problem:
         return Problem("", "An empty word was given where a setting is expected.", "Leave it out.")
     if not equals:
         group = f" Groups are chosen as {name}=OPTION." if name in locate.GROUPS else ""
-        return Problem(name, f"`{word}` is not a setting: there is no `=`.", f"Write {word}=VALUE.{group}")
+        fix = _meant_as_option(name) or f"Write {word}=VALUE.{group}"
+        return Problem(name, f"`{word}` is not a setting: there is no `=`.", fix)
     if not name:
         return Problem("", f"`{word}` has no key before the `=`.", "Write KEY=VALUE.")
     key = keys.find(name)
@@ -199,8 +200,17 @@ def _place_model(option: str, request: Request) -> Problem | None:
     return None
 
 
+def _meant_as_option(name: str) -> str:
+    """What to write where a shipped option was named without its group; empty where there is none of that name."""
+    groups = [group for group in locate.GROUPS if name in locate.options(group)]
+    written = [f"{'+' * (group == 'experiment')}{group}={name}" for group in groups]
+    return f"Did you mean {' or '.join(written)}?" if written else ""
+
+
 def _unknown_option(group: str, option: str, offered: list[str], config_directory: Path | None) -> Problem:
     hint = did_you_mean(nearest(option, offered))
+    if not hint and (option.isdigit() or option == "auto"):
+        hint = did_you_mean([f"{name}={option}" for name in keys.leaf_names() if name.endswith(f".{group}")])
     extra = ""
     if config_directory is not None and (config_directory / group / f"{option}.yml").is_file():
         extra = f" {config_directory / group / option}.yml is not read: rename it to {option}.yaml."

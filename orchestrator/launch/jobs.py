@@ -88,12 +88,21 @@ def _of_head(address: str) -> str:
     try:
         knock(address)
     except OrchestratorError as error:
-        raise ConfigError(error.problems) from error
+        raise ConfigError([_as_asked(problem, address) for problem in error.problems]) from error
     from ray.dashboard.utils import get_address_for_submission_client
 
     os.environ.pop("RAY_API_SERVER_ADDRESS", None)
     os.environ["RAY_ADDRESS"] = address
     return find_dashboard(get_address_for_submission_client(address))
+
+
+def _as_asked(problem: Problem, address: str) -> Problem:
+    """What a head that was knocked at has against it, in the words of the option that named it."""
+    if address == os.environ.get("RAY_ADDRESS"):
+        return problem
+    message = problem.message.replace(f"RAY_ADDRESS={address}", f"--address {address}")
+    fix = problem.fix.replace("RAY_ADDRESS is the head's address, as", "The head's address is one as")
+    return Problem("--address", message, f"{fix} Jobs are best sent to its dashboard: http://HEAD:8265.")
 
 
 def _ask_version(url: str) -> str:

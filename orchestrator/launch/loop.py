@@ -32,7 +32,7 @@ from orchestrator.launch.policy import (
     restart_event,
 )
 from orchestrator.launch.ray_attempt import RayAttempt
-from orchestrator.launch.report import describe, error_line, first_cause, kept_words, leaving_words, node_list, remedy
+from orchestrator.launch.report import describe, error_line, first_cause, leaving_words, node_list, remedy
 from orchestrator.launch.request import LaunchOutcome, LaunchRequest
 from orchestrator.launch.timings import Timings
 from orchestrator.launch.watch import Watch
@@ -364,8 +364,8 @@ class RunLoop:
 
     def _asked_to_stop(self, name: str, now: float) -> None:
         self._stop_signals += 1
-        generation = self._generation
-        if generation is None or self._pending is not None:
+        if (generation := self._generation) is None or self._pending is not None:
+            self._observe({"kind": "stopping", "signal": name, "grace_seconds": None})
             self._history.close(generation, "stopped", f"{name} before the ranks ran", now)
             self._status = "stopped"
             return
@@ -387,7 +387,7 @@ class RunLoop:
         self._end_at_once(f"the ranks did not save and stop within {seconds}.", now)
 
     def _end_at_once(self, message: str, now: float) -> None:
-        self._problems.append(Problem("", message, kept_words(self._history.saved_step)))
+        self._problems.append(Problem("", message, "The same command goes on from the newest complete checkpoint."))
         self._history.close(self._generation, "stopped", message, now)
         self._kill_then(Stop(message), now, ask_where=[])
 

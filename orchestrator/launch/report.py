@@ -101,12 +101,6 @@ def error_line(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__
 
 
-def kept_words(saved_step: int | None) -> str:
-    """What a run that was ended at once goes on from."""
-    saved = f"Continued from the checkpoint of step {saved_step}"
-    return f"{saved if saved_step else 'No checkpoint was saved in this command'}; later steps are computed again."
-
-
 def leaving_words(placed: Sequence[PlacedRank], nodes: Iterable[str], reason: str) -> str:
     """Which nodes are about to be taken away, by name where ranks lie on them, and who says so."""
     gone = set(nodes)

@@ -61,7 +61,8 @@ class ComparedRun:
     plan: dict[str, Any]
     """What the plan decided; empty where the record does not say."""
     replanned: bool
-    """Whether the run went on under another plan than it began with; `plan` is the first."""
+    """Whether the run went on under another plan than it began with; `plan` is the first. What was measured is of both,
+    so that nothing is predicted of it and it is not ranked."""
     device: str | None
     gpu: str | None
     steps: int | None
@@ -133,7 +134,8 @@ def compare(records: Sequence[RunRecord]) -> Comparison:
 
 def _row(record: RunRecord, number: int) -> ComparedRun:
     metrics, settings = record.metrics, record.parameters
-    predicted = {key: metrics.get(f"predicted.{key}") for key in QUANTITIES}
+    replanned = any(key.startswith(f"changed.{PLAN_PREFIX}") for key in record.tags)
+    predicted = {key: None if replanned else metrics.get(f"predicted.{key}") for key in QUANTITIES}
     measured = {key: metrics.get(f"measured.{key}") for key in QUANTITIES}
     if not any(value is not None for value in measured.values()):
         # Not ended yet, or never: what its newest step says.
@@ -149,7 +151,7 @@ def _row(record: RunRecord, number: int) -> ComparedRun:
         started_ms=record.started_ms,
         training=number,
         plan=plan,
-        replanned=any(key.startswith(f"changed.{PLAN_PREFIX}") for key in record.tags),
+        replanned=replanned,
         device=settings.get("cluster.device"),
         gpu=settings.get("cluster.gpu.name"),
         steps=record.steps,
@@ -160,16 +162,18 @@ def _row(record: RunRecord, number: int) -> ComparedRun:
         measured=measured,
         difference={key: _difference(measured[key], predicted[key]) for key in QUANTITIES},
         restarts=_whole(record.tags.get("orchestrator.restarts")),
-        cost_per_billion_tokens=_cost(settings, plan, measured["tokens_per_second"]),
+        cost_per_billion_tokens=None if replanned else _cost(settings, plan, measured["tokens_per_second"]),
         run_directory=record.tags.get("orchestrator.run_directory"),
     )
 
 
 def _training(runs: Sequence[ComparedRun]) -> Training:
-    rated = [run for run in runs if run.measured["tokens_per_second"]]
+    rated = [run for run in runs if run.measured["tokens_per_second"] and not run.replanned]
     rates = [run.measured["tokens_per_second"] or 0.0 for run in rated]
     priced = [(cost, run.run_id) for run in runs if (cost := run.cost_per_billion_tokens) is not None]
-    weighed = [(held, run.run_id) for run in runs if (held := run.measured["peak_bytes"]) is not None]
+    weighed = [
+        (held, run.run_id) for run in runs if (held := run.measured["peak_bytes"]) is not None and not run.replanned
+    ]
     ends = [run.loss for run in runs if run.status == "finished" and run.loss is not None]
     several = len(rated) > 1
     return Training(

@@ -120,6 +120,10 @@ EVENTS = [
         ("SIGINT: saving and stopping, within 30 s; a second one ends it at once",),
     ),
     (
+        {"kind": "stopping", "signal": "SIGINT", "grace_seconds": None},
+        ("SIGINT: ending what was started; no rank has anything to save",),
+    ),
+    (
         {"kind": "warning", "message": "passed over a damaged checkpoint"},
         ("warning: passed over a damaged checkpoint",),
     ),

@@ -479,7 +479,7 @@ def test_a_second_signal_does_not_wait():
     assert world.calls == ["begin", "start 1", "stop", "kill", "end"]
     assert str(outcome.problems[0]) == (
         "SIGTERM came a second time: the ranks were ended at once. "
-        "Continued from the checkpoint of step 7; later steps are computed again."
+        "The same command goes on from the newest complete checkpoint."
     )
 
 

@@ -156,3 +156,14 @@ def test_any_well_typed_configuration_gives_a_plan_or_problems_and_never_a_trace
         assert plan.parallel.stage_layers[-1][1] == model["num_hidden_layers"]
         assert len(plan.ranks) == plan.parallel.world_size
     plan.to_dict()
+
+
+@pytest.mark.parametrize(("micro_batch", "keys"), [
+    (7, ["cluster.nodes", "training.global_batch_size"]),
+    # 48 are no rounds of 2 x 16, but of 2 x 8: on the GPUs there are it is right.
+    (2, ["cluster.nodes"]),
+])  # fmt: skip
+def test_too_few_gpus_hide_no_batch_that_is_wrong_on_them_as_well(micro_batch: int, keys: list[str]) -> None:
+    training = {"global_batch_size": 48, "micro_batch_size": micro_batch}
+    plan = make_plan(cases.config(cases.LLAMA_7B, parallel={"data": 16}, training=training))
+    assert [problem.key for problem in plan.problems] == keys

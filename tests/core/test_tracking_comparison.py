@@ -184,6 +184,16 @@ def test_a_run_that_was_replanned_says_so() -> None:
     assert plan_text(run) == "data 4, re-planned on the way"
 
 
+def test_what_was_measured_of_two_plans_is_held_against_neither() -> None:
+    both = record("both", rate=900.0, tags={"changed.plan.data": "4 -> 2"}, metrics={"measured.peak_bytes": 5.0})
+    found = compare([both, record("slow", metrics={"measured.peak_bytes": 7.0}), record("fast", rate=120.0)])
+    (training,) = found.trainings
+    assert training.fastest == "fast-id" and training.leanest is None
+    (mixed,) = (run for run in found.runs if run.name == "both")
+    assert mixed.measured["tokens_per_second"] == 900.0
+    assert set(mixed.predicted.values()) == set(mixed.difference.values()) == {None}
+
+
 def test_two_runs_of_one_name_are_told_apart() -> None:
     text = shown(compare([record("a", run_id="abcdef12"), record("a", run_id="fedcba98")]))
     assert "a (abcdef)" in text

@@ -16,7 +16,13 @@ def batch_divides(facts: Facts) -> Iterator[Problem]:
     if facts.data is None or facts.micro_batches is not None:
         return
     if facts.gpus is not None and facts.data * facts.fixed > facts.gpus:
-        return  # the data degree itself is about to change
+        # The data degree itself is about to change; what is left of it may divide.
+        fitting = facts.gpus // facts.fixed
+        if (
+            not fitting
+            or facts.config.training.global_batch_size % (fitting * facts.config.training.micro_batch_size) == 0
+        ):
+            return
     if facts.data * facts.fixed > LARGEST_WORLD:
         return
     training, data = facts.config.training, facts.data
