@@ -8,7 +8,7 @@ import sys
 import pytest
 
 PROGRAM = """
-import atexit, ctypes, sys, threading
+import atexit, ctypes, resource, sys, threading
 from orchestrator.cli.leaving import Leaving
 
 leaving = Leaving()
@@ -16,6 +16,7 @@ atexit.register(print, "registered later")
 threading.Thread(target=lambda: print("waited for")).start()
 # What `exit` runs last, after Python: as the destructors of a native library that its own threads still use.
 libc = ctypes.CDLL(None)
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 libc.__cxa_atexit(libc.abort, None, None)
 print("not flushed yet", end=" ")
 {ending}
